@@ -55,9 +55,7 @@ def chunk_counts(total: int, num_ranks: int) -> tuple[int, ...]:
     Every chunk but the last non-empty one has ``ceil(total / num_ranks)`` items.
     """
     size = -(-total // num_ranks)
-    return tuple(
-        max(0, min(size, total - rank * size)) if size else 0 for rank in range(num_ranks)
-    )
+    return tuple(max(0, min(size, total - rank * size)) if size else 0 for rank in range(num_ranks))
 
 
 def offsets(counts: Sequence[int]) -> tuple[int, ...]:

@@ -46,7 +46,9 @@ class RowAtomic(LayoutPlacement):
         """Rows per rank that ``rows=None`` stands for."""
         return balanced_counts(num_rows, num_ranks)
 
-    def counts(self, num_rows: int, num_ranks: int, first_coordinate: int | None = None) -> RowTable:
+    def counts(
+        self, num_rows: int, num_ranks: int, first_coordinate: int | None = None
+    ) -> RowTable:
         """Rows of each rank for a tensor of ``num_rows`` rows on ``num_ranks`` ranks.
 
         Args:

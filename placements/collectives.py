@@ -1,0 +1,413 @@
+"""The collectives of this package: the only file here that communicates.
+
+Everything is built on torch's functional collectives, so it traces into one graph under
+``torch.compile``. Every rank of the group must make the same calls in the same order; all
+decisions here depend on counts that all ranks share. Results are waited for, or handed out
+as ``Pending``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from placements.plan import Algorithm, choose_algorithm
+
+_ops = torch.ops._c10d_functional
+
+# What gloo and NCCL both carry. Other dtypes (float8, int16, complex, ...) travel as bytes.
+_WIRE_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
+)
+
+
+@dataclass(frozen=True)
+class DimGroup:
+    """The ranks along one mesh dimension, as seen from this rank.
+
+    Args:
+        name: Name of the process group.
+        size: Number of ranks.
+        coordinate: This rank's coordinate on the mesh dimension.
+        order: Group rank of each coordinate. A process group sorts its global ranks, a mesh
+            dimension does not, so the two numberings can differ.
+    """
+
+    name: str
+    size: int
+    coordinate: int
+    order: tuple[int, ...]
+
+    @property
+    def in_order(self) -> bool:
+        return self.order == tuple(range(self.size))
+
+    @staticmethod
+    def of(mesh: DeviceMesh, mesh_dim: int) -> DimGroup:
+        """The group of the ranks that differ from this one only in ``mesh_dim``."""
+        return _dim_group(mesh, mesh_dim, mesh.get_group(mesh_dim))
+
+    @staticmethod
+    def of_group(group: dist.ProcessGroup) -> DimGroup:
+        """A process group whose group ranks are the coordinates."""
+        size = dist.get_world_size(group)
+        return DimGroup(group.group_name, size, dist.get_rank(group), tuple(range(size)))
+
+
+@lru_cache(maxsize=1024)
+def _dim_group(mesh: DeviceMesh, mesh_dim: int, group: dist.ProcessGroup) -> DimGroup:
+    coordinates = mesh.get_coordinate()
+    if coordinates is None:
+        raise RuntimeError(
+            f"This rank (global rank {dist.get_rank()}) is not part of {mesh}: only ranks of the "
+            "mesh may communicate on it."
+        )
+    index: list[int | slice] = list(coordinates)
+    index[mesh_dim] = slice(None)
+    global_ranks = mesh.mesh[tuple(index)].tolist()
+    order = tuple(dist.get_group_rank(group, global_rank) for global_rank in global_ranks)
+    return DimGroup(group.group_name, len(order), coordinates[mesh_dim], order)
+
+
+class Pending:
+    """A result on its way: ``wait()`` returns it, on any number of calls."""
+
+    def __init__(self, raw: Tensor, finish: Callable[[Tensor], Tensor]) -> None:
+        self._raw, self._finish = raw, finish
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._result is None:
+            self._result = self._finish(_ops.wait_tensor(self._raw))
+        return self._result
+
+    def then(self, finish: Callable[[Tensor], Tensor]) -> Pending:
+        """A ``Pending`` that applies ``finish`` to this one's result."""
+        first = self._finish
+        return Pending(self._raw, lambda raw: finish(first(raw)))
+
+
+def _done(result: Tensor) -> Pending:
+    pending = Pending(result, lambda tensor: tensor)
+    pending._result = result
+    return pending
+
+
+def _to_wire(tensor: Tensor) -> Tensor:
+    if tensor.dtype in _WIRE_DTYPES:
+        return tensor
+    return tensor.view(torch.uint8)
+
+
+def _split_at(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts)]
+
+
+# ---------------------------------------------------------------------------- exchange
+
+
+def exchange_flat(
+    send: Tensor, send_numels: Sequence[int], recv_numels: Sequence[int], group: DimGroup
+) -> Tensor:
+    """Send a slice of a flat buffer to every rank and receive one from each.
+
+    Args:
+        send: ``(sum(send_numels),)``, slices in coordinate order.
+        send_numels: Elements for each coordinate; zeros send nothing.
+        recv_numels: Elements from each coordinate; ``recv_numels[s]`` on this rank is
+            ``send_numels[this]`` on rank ``s``.
+
+    Returns:
+        ``(sum(recv_numels),)``, slices in coordinate order.
+    """
+    return exchange_flat_async(send, send_numels, recv_numels, group).wait()
+
+
+def exchange_flat_async(
+    send: Tensor, send_numels: Sequence[int], recv_numels: Sequence[int], group: DimGroup
+) -> Pending:
+    """As ``exchange_flat``, but returns before the data has arrived."""
+    assert send.dim() == 1 and send.numel() == sum(send_numels), (send.shape, send_numels)
+    assert len(send_numels) == len(recv_numels) == group.size
+    dtype = send.dtype
+    wire = _to_wire(send.contiguous())
+    scale = 1 if wire.dtype == dtype else dtype.itemsize
+    send_sizes = [numel * scale for numel in send_numels]
+    recv_sizes = [numel * scale for numel in recv_numels]
+    if not group.in_order:
+        wire, send_sizes = _by_group_rank(wire, send_sizes, group.order)
+        recv_sizes = _sizes_by_group_rank(recv_sizes, group.order)
+
+    # The fake process group refuses an empty input; one element that goes to nobody but
+    # this rank itself costs nothing and keeps the call the same everywhere.
+    lone = sum(send_sizes) == 0
+    this = group.order[group.coordinate]
+    extra = [int(lone and rank == this) for rank in range(group.size)]
+    if lone:
+        wire, send_sizes = torch.zeros(1, dtype=wire.dtype, device=wire.device), extra
+    recv_and_extra = [size + more for size, more in zip(recv_sizes, extra, strict=True)]
+    raw = _ops.all_to_all_single(wire, recv_and_extra, send_sizes, group.name)
+    starts = _split_at(recv_sizes)
+
+    def finish(received: Tensor) -> Tensor:
+        if lone:
+            at = starts[this] + recv_sizes[this]
+            received = torch.cat([received[:at], received[at + 1 :]])
+        if not group.in_order:
+            received = torch.cat([received[starts[g] : starts[g + 1]] for g in group.order])
+        return received.view(dtype)
+
+    return Pending(raw, finish)
+
+
+def _sizes_by_group_rank(sizes: list[int], order: tuple[int, ...]) -> list[int]:
+    in_group = [0] * len(order)
+    for group_rank, size in zip(order, sizes, strict=True):
+        in_group[group_rank] = size
+    return in_group
+
+
+def _by_group_rank(
+    wire: Tensor, sizes: list[int], order: tuple[int, ...]
+) -> tuple[Tensor, list[int]]:
+    slices = dict(zip(order, wire.split(sizes), strict=True))
+    in_group = torch.cat([slices[group_rank] for group_rank in range(len(order))])
+    return in_group, _sizes_by_group_rank(sizes, order)
+
+
+# -------------------------------------------------------------------------- all_gather
+
+
+def all_gather_rows(
+    local: Tensor,
+    counts: Sequence[int],
+    group: DimGroup,
+    *,
+    algorithm: Algorithm | None = None,
+) -> Tensor:
+    """Concatenate every rank's rows.
+
+    Args:
+        local: ``(counts[coordinate], ...)``; trailing dims equal on all ranks.
+        counts: Rows of each rank, by coordinate.
+        algorithm: How; ``None`` chooses by ``counts`` alone, so that all ranks agree.
+
+    Returns:
+        ``(sum(counts), ...)``, contiguous.
+    """
+    return all_gather_rows_async(local, counts, group, algorithm=algorithm).wait()
+
+
+def all_gather_rows_async(
+    local: Tensor,
+    counts: Sequence[int],
+    group: DimGroup,
+    *,
+    algorithm: Algorithm | None = None,
+) -> Pending:
+    """As ``all_gather_rows``, but returns before the data has arrived."""
+    counts = tuple(counts)
+    assert local.shape[0] == counts[group.coordinate], (local.shape, counts, group)
+    shape = (sum(counts), *local.shape[1:])
+    if group.size == 1 or 0 in shape:
+        return _done(local.contiguous() if group.size == 1 else local.new_empty(shape))
+    algorithm = algorithm or choose_algorithm(counts)
+    if algorithm is Algorithm.UNEVEN:
+        return _all_gather_uneven(local, counts, group)
+    staging_rows = max(counts)
+    row_shape = local.shape[1:]
+    staging = local.contiguous()
+    if local.shape[0] != staging_rows:
+        staging = local.new_zeros((staging_rows, *row_shape))
+        staging[: local.shape[0]].copy_(local)
+    dtype = local.dtype
+    raw = _ops.all_gather_into_tensor(_to_wire(staging), group.size, group.name)
+
+    def finish(gathered: Tensor) -> Tensor:
+        gathered = gathered.view(dtype)
+        if algorithm is Algorithm.EVEN and group.in_order:
+            return gathered
+        starts = [group.order[c] * staging_rows for c in range(group.size)]
+        return torch.cat(
+            [
+                gathered[start : start + rows]
+                for start, rows in zip(starts, counts, strict=True)
+                if rows
+            ]
+        )
+
+    return Pending(raw, finish)
+
+
+def _all_gather_uneven(local: Tensor, counts: tuple[int, ...], group: DimGroup) -> Pending:
+    row_shape = local.shape[1:]
+    row_numel = row_shape.numel()
+    flat = local.reshape(-1)
+    me = group.coordinate
+    send_numels = [0 if c == me else flat.numel() for c in range(group.size)]
+    recv_numels = [0 if c == me else rows * row_numel for c, rows in enumerate(counts)]
+    pending = exchange_flat_async(flat.repeat(group.size - 1), send_numels, recv_numels, group)
+    before = sum(recv_numels[:me])
+
+    def finish(received: Tensor) -> Tensor:
+        full = torch.cat([received[:before], flat, received[before:]])
+        return full.view(sum(counts), *row_shape)
+
+    return pending.then(finish)
+
+
+# ---------------------------------------------------------------------- reduce_scatter
+
+
+def reduce_scatter_rows(
+    full: Tensor,
+    counts: Sequence[int],
+    op: str,
+    group: DimGroup,
+    *,
+    algorithm: Algorithm | None = None,
+) -> Tensor:
+    """Reduce every rank's full tensor and keep this rank's rows of the result.
+
+    Args:
+        full: ``(sum(counts), ...)`` on every rank.
+        counts: Rows each rank keeps, by coordinate.
+        op: "sum", "avg", "max", "min" or "product".
+        algorithm: How; ``None`` chooses by ``counts`` alone.
+
+    Returns:
+        ``(counts[coordinate], ...)``, contiguous. "avg" divides by the number of ranks once.
+    """
+    return reduce_scatter_rows_async(full, counts, op, group, algorithm=algorithm).wait()
+
+
+def reduce_scatter_rows_async(
+    full: Tensor,
+    counts: Sequence[int],
+    op: str,
+    group: DimGroup,
+    *,
+    algorithm: Algorithm | None = None,
+) -> Pending:
+    """As ``reduce_scatter_rows``, but returns before the data has arrived."""
+    counts = tuple(counts)
+    assert full.shape[0] == sum(counts), (full.shape, counts)
+    _check_reduce_op(op, full.dtype)
+    mine = counts[group.coordinate]
+    if group.size == 1:
+        return _done(full.contiguous().clone())
+    if full.numel() == 0:
+        return _done(full.new_empty((mine, *full.shape[1:])))
+    algorithm = algorithm or choose_algorithm(counts)
+    if algorithm is Algorithm.UNEVEN:
+        return _reduce_scatter_uneven(full, counts, op, group)
+    chunks = full.split(list(counts))
+    chunk_rows = max(counts)
+    if algorithm is Algorithm.EVEN and group.in_order:
+        staging = full.contiguous()
+    else:
+        staging = full.new_zeros((group.size * chunk_rows, *full.shape[1:]))
+        for group_rank, chunk in zip(group.order, chunks, strict=True):
+            staging.narrow(0, group_rank * chunk_rows, chunk.shape[0]).copy_(chunk)
+    raw = _ops.reduce_scatter_tensor(staging, _wire_op(op), group.size, group.name)
+    return Pending(raw, lambda reduced: _finish_op(reduced[:mine], op, group.size))
+
+
+def _reduce_scatter_uneven(
+    full: Tensor, counts: tuple[int, ...], op: str, group: DimGroup
+) -> Pending:
+    row_shape = full.shape[1:]
+    row_numel = row_shape.numel()
+    me = group.coordinate
+    send_numels = [0 if c == me else rows * row_numel for c, rows in enumerate(counts)]
+    mine = counts[me] * row_numel
+    recv_numels = [0 if c == me else mine for c in range(group.size)]
+    flat = full.reshape(-1)
+    start = sum(counts[:me]) * row_numel
+    own = flat[start : start + mine]
+    send = torch.cat([flat[:start], flat[start + mine :]])
+    pending = exchange_flat_async(send, send_numels, recv_numels, group)
+
+    def finish(received: Tensor) -> Tensor:
+        others = received.view(group.size - 1, mine)
+        # Summed in coordinate order on every rank, so the result is repeatable.
+        stacked = torch.cat([others[:me], own.unsqueeze(0), others[me:]])
+        reduced = _reduce_stack(stacked, op).view(counts[me], *row_shape)
+        return reduced if op != "avg" else reduced / group.size
+
+    return pending.then(finish)
+
+
+# ------------------------------------------------------------------ reduce, broadcast
+
+
+def all_reduce(tensor: Tensor, op: str, group: DimGroup) -> Tensor:
+    """Reduce over the ranks; every rank gets the whole result. The input stays unchanged."""
+    _check_reduce_op(op, tensor.dtype)
+    if group.size == 1 or tensor.numel() == 0:
+        return tensor.clone()
+    raw = _ops.all_reduce(tensor.contiguous(), _wire_op(op), group.name)
+    return _finish_op(_ops.wait_tensor(raw), op, group.size)
+
+
+def broadcast(tensor: Tensor, root: int, group: DimGroup) -> Tensor:
+    """Copy the tensor of the rank at coordinate ``root`` to all ranks.
+
+    ``tensor`` has the same shape and dtype on every rank; only the root's values matter.
+    """
+    if group.size == 1 or tensor.numel() == 0:
+        return tensor.clone()
+    wire = _to_wire(tensor.contiguous())
+    raw = _ops.broadcast(wire, group.order[root], group.name)
+    return _ops.wait_tensor(raw).view(tensor.dtype)
+
+
+_REDUCE_STACK: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stack: stack.sum(0, dtype=stack.dtype),
+    "avg": lambda stack: stack.sum(0, dtype=stack.dtype),
+    "max": lambda stack: stack.amax(0),
+    "min": lambda stack: stack.amin(0),
+    "product": lambda stack: stack.prod(0, dtype=stack.dtype),
+}
+
+
+def _reduce_stack(stack: Tensor, op: str) -> Tensor:
+    return _REDUCE_STACK[op](stack)
+
+
+def _wire_op(op: str) -> str:
+    return "sum" if op == "avg" else op  # gloo takes "avg" and returns the sum
+
+
+def _finish_op(reduced: Tensor, op: str, size: int) -> Tensor:
+    return reduced / size if op == "avg" else reduced
+
+
+def _check_reduce_op(op: str, dtype: torch.dtype) -> None:
+    if op not in _REDUCE_STACK:
+        raise NotImplementedError(
+            f"Cannot reduce with op {op!r}: {', '.join(_REDUCE_STACK)} are supported."
+        )
+    if op == "avg" and not dtype.is_floating_point and not dtype.is_complex:
+        raise ValueError(f"'avg' needs a floating dtype, got {dtype}: reduce with 'sum'.")
+    if dtype not in _WIRE_DTYPES:
+        raise NotImplementedError(
+            f"Cannot reduce {dtype} over ranks: cast to a dtype that backends reduce "
+            "(float32, bfloat16, int64, ...) first."
+        )

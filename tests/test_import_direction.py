@@ -26,6 +26,8 @@ LAYERS = [
     ["placements.redistribute"],
     ["placements.op_rules", "placements.torch_hooks", "placements.api"],
     ["placements"],
+    ["dtensor_owner.usage"],
+    ["dtensor_owner.packing", "dtensor_owner.mesh_ranges"],
     ["dtensor_owner.layout", "dtensor_owner.owners"],
     ["dtensor_owner.newton_schulz", "dtensor_owner.mxfp8"],
     ["dtensor_owner.buffer", "dtensor_owner.quantized_buffer", "dtensor_owner.exchange"],

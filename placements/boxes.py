@@ -1,0 +1,183 @@
+"""Which part of a tensor each mesh coordinate holds, for our placements and the stock ones.
+
+A box is one half-open range per tensor dim, in global positions. Integers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from placements.base import LayoutPlacement
+from placements.geometry import chunk_counts, overlap, ranges
+from placements.owner import Owner
+from placements.row_atomic import RowAtomic
+
+Box = tuple[tuple[int, int], ...]
+
+
+def is_ours(placement: Placement) -> bool:
+    """Whether the placement is one of this package, which torch knows nothing about."""
+    return isinstance(placement, LayoutPlacement)
+
+
+def split_dim(placement: Placement) -> int | None:
+    """The tensor dim that the placement cuts, None where it cuts none."""
+    if isinstance(placement, RowAtomic):
+        return 0
+    return placement.dim if type(placement) is Shard else None
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def box_numel(box: Box) -> int:
+    numel = 1
+    for start, stop in box:
+        numel *= stop - start
+    return numel
+
+
+def intersection(first: Box, second: Box) -> Box | None:
+    """The common box of two boxes, or None where they share no element."""
+    common = [overlap(a, b) for a, b in zip(first, second, strict=True)]
+    return None if None in common else tuple(common)  # type: ignore[arg-type]
+
+
+def application_order(placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Mesh dims in the order in which their placements cut the tensor.
+
+    Left to right, as torch does, but a nested row table comes last: it is keyed by the
+    coordinate on the row placement applied before it.
+    """
+    nested = [d for d, p in enumerate(placements) if isinstance(p, RowAtomic) and p.is_nested]
+    return (*(d for d in range(len(placements)) if d not in nested), *nested)
+
+
+def row_chain(placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The mesh dims that cut tensor dim 0, in application order."""
+    return tuple(d for d in application_order(placements) if split_dim(placements[d]) == 0)
+
+
+def check_placements(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> None:
+    """Refuse what has no meaning or no rule, naming mesh dims and placements.
+
+    Raises:
+        ValueError: Wrong number of placements, an owner past the mesh dimension, row counts
+            that do not fit, a row placement of a 0-dim tensor, a dim the tensor lacks.
+        NotImplementedError: ``RowAtomic`` beside another kind of split of dim 0, more than two
+            row placements, or a private stock placement beside ours.
+    """
+    if len(placements) != len(mesh_shape):
+        raise ValueError(
+            f"Got {len(placements)} placements {tuple(placements)} for a mesh of shape "
+            f"{tuple(mesh_shape)}: give one placement per mesh dim."
+        )
+    for mesh_dim, placement in enumerate(placements):
+        dim = split_dim(placement)
+        if dim is not None and not 0 <= dim < len(shape):
+            raise ValueError(
+                f"{placement} on mesh dim {mesh_dim} splits dim {dim}, but the tensor has shape "
+                f"{tuple(shape)}: use Owner or Replicate() for it."
+            )
+        if isinstance(placement, Owner):
+            placement.check_rank(mesh_shape[mesh_dim])
+        known = is_ours(placement) or isinstance(placement, (Replicate, Partial))
+        if not known and type(placement) is not Shard:
+            raise NotImplementedError(
+                f"{placement} on mesh dim {mesh_dim} has no rule beside "
+                f"{[p for p in placements if is_ours(p)]}: use Shard, Replicate or Partial there."
+            )
+    _check_row_chain(placements)
+    for coordinate in _first_coordinates(mesh_shape, placements):
+        local_box(shape, mesh_shape, placements, coordinate)
+
+
+def _check_row_chain(placements: Sequence[Placement]) -> None:
+    chain = row_chain(placements)
+    rows = [d for d in chain if isinstance(placements[d], RowAtomic)]
+    if rows and len(rows) != len(chain):
+        other = next(d for d in chain if d not in rows)
+        raise NotImplementedError(
+            f"{placements[rows[0]]} on mesh dim {rows[0]} and {placements[other]} on mesh dim "
+            f"{other} both split dim 0: use RowAtomic on both, or Replicate() on one."
+        )
+    if len(rows) > 2:
+        raise NotImplementedError(
+            f"RowAtomic on {len(rows)} mesh dims {tuple(rows)}: at most two may split dim 0."
+        )
+    nested = [d for d in rows if placements[d].is_nested]  # type: ignore[attr-defined]
+    if len(nested) > 1 or (nested and len(rows) < 2):
+        raise ValueError(
+            f"Nested row tables on mesh dims {nested} of {tuple(placements)}: exactly one of two "
+            "row placements may be nested; it is keyed by the coordinate on the other."
+        )
+
+
+def _first_coordinates(
+    mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> list[tuple[int, ...]]:
+    """Coordinates that together meet every row table once."""
+    origin = [0] * len(mesh_shape)
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Owner):
+            origin[mesh_dim] = placement.rank
+    chain = row_chain(placements)
+    if len(chain) < 2:
+        return [tuple(origin)]
+    first = chain[0]
+    return [
+        tuple(index if d == first else at for d, at in enumerate(origin))
+        for index in range(mesh_shape[first])
+    ]
+
+
+def is_held(placements: Sequence[Placement], coordinate: Sequence[int]) -> bool:
+    """Whether no ``Owner`` keeps the tensor away from this coordinate."""
+    return all(
+        placement.rank == at
+        for placement, at in zip(placements, coordinate, strict=True)
+        if isinstance(placement, Owner)
+    )
+
+
+def local_box(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+) -> Box:
+    """The part of the global tensor at ``coordinate``; all dims empty where an Owner elsewhere
+    holds it. ``Replicate`` and ``Partial`` cut nothing.
+    """
+    if not is_held(placements, coordinate):
+        return tuple((0, 0) for _ in shape)
+    box = list(full_box(shape))
+    chain = row_chain(placements)
+    for mesh_dim in application_order(placements):
+        dim = split_dim(placements[mesh_dim])
+        if dim is None:
+            continue
+        start, stop = box[dim]
+        first = coordinate[chain[0]] if dim == 0 and mesh_dim != chain[0] else None
+        counts = split_counts(placements[mesh_dim], stop - start, mesh_shape[mesh_dim], first)
+        low, high = ranges(counts)[coordinate[mesh_dim]]
+        box[dim] = (start + low, start + high)
+    return tuple(box)
+
+
+def split_counts(
+    placement: Placement, size: int, num_ranks: int, first_coordinate: int | None = None
+) -> tuple[int, ...]:
+    """Sizes of the split dim on each rank, by coordinate."""
+    if isinstance(placement, RowAtomic):
+        return placement.counts(size, num_ranks, first_coordinate)
+    return chunk_counts(size, num_ranks)

@@ -1,0 +1,358 @@
+"""Where torch learns of our placements: the only file that touches private torch API.
+
+Torch has no plug-in point for placements. Each hook below replaces one function that would
+take a ``RowAtomic`` or ``Owner`` tensor for a replicated one, or would not know it; stock
+placements always reach torch's own function. ``install`` runs once, on import of the package.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.tensor._api as _api
+import torch.distributed.tensor._redistribute as _redistribute
+import torch.distributed.tensor._utils as _utils
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
+from torch.distributed.tensor._ops.single_dim_strategy import (
+    _ShardingPlaceholder as ShardingPlaceholder,
+)
+from torch.distributed.tensor._sharding_prop import LocalLRUCache
+
+from placements.block_atomic import BlockAtomic
+from placements.boxes import box_shape, is_held, is_ours, local_box
+from placements.owner import Owner
+from placements.redistribute import redistribute_local
+from placements.row_atomic import RowAtomic
+
+aten = torch.ops.aten
+# Torch's own per-op handlers that look at nothing a placement could change.
+_STOCK_HANDLERS = (aten.is_same_size.default, aten.is_pinned.default, aten.as_strided.default)
+
+SUPPORTED_TORCH = ((2, 13), (2, 15))
+PLACEMENT_TYPES = (RowAtomic, BlockAtomic, Owner)
+
+__all__ = ["DTensorSpec", "NormPartial", "OpSchema", "OutputSharding", "ShardingPlaceholder"]
+__all__ += ["TensorMeta", "any_ours", "dispatcher", "install", "local_shape_and_offset"]
+
+Propagate = Callable[[OpSchema], OutputSharding]
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def any_ours(placements: Sequence[Placement]) -> bool:
+    return any(map(is_ours, placements))
+
+
+def dispatcher() -> Any:
+    """DTensor's op dispatcher: sharding rules and per-op handlers."""
+    return DTensor._op_dispatcher
+
+
+def local_shape_and_offset(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """This rank's local shape and its first global position; zeros where it holds nothing."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return (0,), ()
+    box = local_box(tuple(shape), tuple(mesh.shape), placements, coordinate)
+    return box_shape(box), tuple(start for start, _ in box)
+
+
+def install(propagate: Propagate, handlers: dict[Any, Handler]) -> None:
+    """Install every hook, once.
+
+    Args:
+        propagate: Sharding rule of an op with at least one tensor of ours.
+        handlers: Ops that no sharding rule can express, by overload; called when a tensor
+            of ours is among the arguments.
+
+    Raises:
+        ImportError: This torch is outside the tested range.
+    """
+    if getattr(DTensor, "_placements_hooks", False):
+        return
+    _check_torch_version()
+    _register_types()
+    _replace_everywhere("redistribute_local_tensor", _redistribute, _redistribute_hook)
+    _replace_everywhere("compute_local_shape_and_global_offset", _utils, _local_shape_hook)
+    _replace_everywhere("compute_global_tensor_info", _utils, _global_info_hook)
+    _hook_propagation(propagate)
+    _hook_handlers(handlers)
+    _hook_tensor_methods()
+    DTensor._placements_hooks = True  # type: ignore[attr-defined]
+
+
+def _check_torch_version() -> None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    low, high = SUPPORTED_TORCH
+    if not low <= version <= high:
+        raise ImportError(
+            f"placements supports torch {low[0]}.{low[1]} to {high[0]}.{high[1]}, found "
+            f"{torch.__version__}: its hooks into DTensor are checked for these versions only."
+        )
+
+
+def _register_types() -> None:
+    """Make the placements constants for Dynamo and known to the safe loader."""
+    import torch._library.opaque_object as opaque
+
+    member = opaque.MemberType.USE_REAL
+    names = ("is_shard", "is_partial", "is_replicate", "is_nested", "rows", "block_size", "rank")
+    members = dict.fromkeys((*names, "__eq__"), member)
+    for cls in PLACEMENT_TYPES:
+        if hasattr(opaque, "register_custom_class"):  # from torch 2.14
+            opaque.register_custom_class(cls, typ="constant", members=members)
+        else:
+            opaque.register_opaque_type(cls, typ="value", members=members)
+    torch.serialization.add_safe_globals(list(PLACEMENT_TYPES))
+
+
+def _replace_everywhere(name: str, home: Any, make: Callable[[Any], Any]) -> None:
+    """Replace a function in its module and wherever torch imported it by name."""
+    original = getattr(home, name)
+    replacement = functools.wraps(original)(make(original))
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("torch.") and getattr(module, name, None) is original:
+            setattr(module, name, replacement)
+
+
+def _redistribute_hook(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def redistribute_local_tensor(
+        local_tensor: Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **kwargs: Any
+    ) -> Tensor:
+        source, target = current_spec.placements, target_spec.placements
+        if not any_ours(source) and not any_ours(target):
+            return stock(local_tensor, current_spec, target_spec, **kwargs)
+        if current_spec.mesh != target_spec.mesh:
+            raise NotImplementedError(
+                f"Cannot redistribute {source} on {current_spec.mesh} to another mesh "
+                f"{target_spec.mesh}: go through full_tensor() and distribute_tensor()."
+            )
+        if not any_ours(source) and any(type(p) is NormPartial for p in source):
+            # Torch knows how to finish its own partial norms; then ours cuts the result.
+            whole = DTensorSpec(
+                current_spec.mesh, (Replicate(),) * len(source), current_spec.tensor_meta
+            )
+            local_tensor = stock(local_tensor, current_spec, whole, **kwargs)
+            source = whole.placements
+        return redistribute_local(
+            local_tensor, current_spec.shape, current_spec.mesh, source, target
+        )
+
+    return redistribute_local_tensor
+
+
+def _local_shape_hook(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_local_shape_and_global_offset(
+        global_shape: Sequence[int],
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        skip_offset: bool = False,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if not any_ours(placements):
+            return stock(global_shape, mesh, placements, skip_offset)
+        shape, offset = local_shape_and_offset(global_shape, mesh, placements)
+        return shape, () if skip_offset else offset
+
+    return compute_local_shape_and_global_offset
+
+
+def _global_info_hook(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_global_tensor_info(
+        tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+    ) -> Any:
+        if not any_ours(placements) or tensor.dim() == 0:
+            return stock(tensor, mesh, placements)
+        raise ValueError(
+            f"The global shape cannot be told from one local tensor of shape "
+            f"{tuple(tensor.shape)} under {tuple(placements)}: pass shape= and stride= (of the "
+            "global tensor) to from_local."
+        )
+
+    return compute_global_tensor_info
+
+
+def _hook_propagation(propagate: Propagate) -> None:
+    propagator = dispatcher().sharding_propagator
+    stock = propagator.propagate_op_sharding_non_cached
+
+    def propagate_op_sharding_non_cached(op_schema: OpSchema) -> OutputSharding:
+        if _schema_has_ours(op_schema):
+            return propagate(op_schema)
+        return stock(op_schema)
+
+    propagator.propagate_op_sharding_non_cached = propagate_op_sharding_non_cached
+    propagator.propagate_op_sharding = LocalLRUCache(propagate_op_sharding_non_cached)
+
+
+def _schema_has_ours(op_schema: OpSchema) -> bool:
+    leaves = torch.utils._pytree.tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
+    return any(isinstance(leaf, DTensorSpec) and any_ours(leaf.placements) for leaf in leaves)
+
+
+def _args_have_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    return any(isinstance(leaf, DTensor) and any_ours(leaf.placements) for leaf in leaves)
+
+
+def _hook_handlers(handlers: dict[Any, Handler]) -> None:
+    """Per-op handlers run before any sharding rule, so each of torch's is guarded too."""
+    table = dispatcher()._custom_op_handlers
+    for op in {*table, *handlers} - {*_STOCK_HANDLERS}:
+        table[op] = _guarded_handler(table.get(op), handlers.get(op))
+
+
+def _guarded_handler(stock: Handler | None, ours: Handler | None) -> Handler:
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _args_have_ours(args, kwargs):
+            return stock(op, args, kwargs) if stock else run_stock(op, args, kwargs)
+        if ours is None:
+            raise NotImplementedError(
+                f"{op} has no rule for RowAtomic, BlockAtomic or Owner tensors: redistribute its "
+                "inputs to Replicate() first."
+            )
+        return ours(op, args, kwargs)
+
+    return handle
+
+
+def run_stock(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op as DTensor's dispatcher would without a per-op handler."""
+    self = dispatcher()
+    info = self.unwrap_to_op_info(op, args, kwargs)
+    self.sharding_propagator.propagate(info)
+    results = self._dispatch_get_local_results_slow_path(op, args, info)
+    is_inplace, is_out = op._schema.name.endswith("_"), op._schema.overload_name == "out"
+    if is_inplace or is_out or op is torch.ops.aten.equal.default:
+        return self._dispatch_fast_path_python_tail(
+            op,
+            args,
+            kwargs,
+            info.compute_mesh,
+            info.output_sharding,
+            results,
+            info.compute_mesh.get_coordinate() is not None,
+            is_inplace,
+            is_out,
+        )
+    return self.wrap(results, info.output_sharding.output_spec)
+
+
+def _hook_tensor_methods() -> None:
+    DTensor.from_local = staticmethod(_from_local_hook(DTensor.from_local))  # type: ignore[method-assign]
+    DTensor.__create_write_items__ = _write_items_hook(DTensor.__create_write_items__)  # type: ignore[method-assign]
+    DTensor.__create_chunk_list__ = _chunk_list_hook(DTensor.__create_chunk_list__)  # type: ignore[method-assign]
+    to_local = _api._ToTorchTensor
+    to_local.backward = staticmethod(_to_local_backward_hook(to_local.backward))  # type: ignore[method-assign]
+
+
+def _from_local_hook(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    @functools.wraps(stock)
+    def from_local(
+        local_tensor: Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: torch.Size | None = None,
+        stride: tuple[int, ...] | None = None,
+        **kwargs: Any,
+    ) -> DTensor:
+        kwargs.update(run_check=run_check, shape=shape, stride=stride)
+        if placements is None or not any_ours(placements):
+            return stock(local_tensor, device_mesh, placements, **kwargs)
+        mesh = device_mesh or _api._mesh_resources.get_current_mesh()
+        if shape is None:
+            shape, stride = _shape_from_rows(local_tensor, mesh, placements)
+            kwargs.update(shape=shape, stride=stride)
+        _check_from_local(local_tensor, mesh, placements, shape)
+        kwargs["run_check"] = False
+        return stock(local_tensor, mesh, placements, **kwargs)
+
+    return from_local
+
+
+def _shape_from_rows(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[torch.Size, tuple[int, ...]]:
+    """Global shape of a tensor split by one explicit row table, replicated otherwise."""
+    rows = [p for p in placements if isinstance(p, RowAtomic)]
+    others = [p for p in placements if p not in rows]
+    table = rows[0].rows if len(rows) == 1 else None
+    if (
+        table is None
+        or isinstance(table[0], tuple)
+        or any(type(p) is not Replicate for p in others)
+    ):
+        _utils.compute_global_tensor_info(local, mesh, placements)  # raises, saying what to pass
+        assert local.dim() == 0
+        return local.shape, ()
+    shape = torch.Size((sum(table), *local.shape[1:]))[arg-type]
+    return shape, torch.empty(shape, device="meta").stride()
+
+
+def _check_from_local(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> None:
+    expected, _ = local_shape_and_offset(shape, mesh, placements)
+    if mesh.get_coordinate() is not None and tuple(local.shape) != expected:
+        raise ValueError(
+            f"from_local got a local tensor of shape {tuple(local.shape)} at mesh coordinate "
+            f"{tuple(mesh.get_coordinate() or ())}, but {tuple(placements)} of a tensor of shape "
+            f"{tuple(shape)} gives this rank shape {expected}."
+        )
+
+
+def _holds_nothing(tensor: DTensor) -> bool:
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return True
+    return not is_held(tensor.placements, coordinate) or tensor.to_local().numel() == 0
+
+
+def _write_items_hook(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def create_write_items(self: DTensor, fqn: str, object: Any) -> Any:
+        if any_ours(self.placements) and _holds_nothing(self) and self.numel():
+            return []
+        return stock(self, fqn, object)
+
+    return create_write_items
+
+
+def _chunk_list_hook(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def create_chunk_list(self: DTensor) -> Any:
+        if any_ours(self.placements) and _holds_nothing(self) and self.numel():
+            return []
+        return stock(self)
+
+    return create_chunk_list
+
+
+def _to_local_backward_hook(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> Any:
+        spec = ctx.dtensor_spec
+        if grad_output is None or not any_ours(ctx.grad_placements or spec.placements):
+            return stock(ctx, grad_output)
+        placements = ctx.grad_placements or _api._normalize_placements_for_grad(spec.placements)
+        grad = DTensor.from_local(
+            grad_output,
+            spec.mesh,
+            placements,
+            shape=spec.tensor_meta.shape,
+            stride=spec.tensor_meta.stride,
+        )
+        return grad, None
+
+    return backward

@@ -297,7 +297,7 @@ def _shape_from_rows(
         _utils.compute_global_tensor_info(local, mesh, placements)  # raises, saying what to pass
         assert local.dim() == 0
         return local.shape, ()
-    shape = torch.Size((sum(table), *local.shape[1:]))[arg-type]
+    shape = torch.Size((sum(table), *local.shape[1:]))
     return shape, torch.empty(shape, device="meta").stride()
 
 

@@ -1,13 +1,36 @@
 """Unpadded sharding and owner-computed Muon on top of the ``placements`` package."""
 
+from dtensor_owner.exchange import OwnerGatherPlan, OwnerScatterPlan
 from dtensor_owner.layout import (
     GlobalLayout,
     PaddingReport,
     ShardLayout,
     build_row_atomic_layout,
 )
+from dtensor_owner.newton_schulz import newton_schulz
+from dtensor_owner.owners import (
+    GroupOwnerLayout,
+    OwnerPlan,
+    ParameterLayout,
+    assign_owner_work,
+    ns_cost_fn,
+    ns_flops_cost_fn,
+    plan_owners,
+    select_ge_2d_params,
+)
 
 __all__ = [
+    "GroupOwnerLayout",
+    "OwnerGatherPlan",
+    "OwnerPlan",
+    "OwnerScatterPlan",
+    "ParameterLayout",
+    "assign_owner_work",
+    "newton_schulz",
+    "ns_cost_fn",
+    "ns_flops_cost_fn",
+    "plan_owners",
+    "select_ge_2d_params",
     "GlobalLayout",
     "PaddingReport",
     "ShardLayout",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtensor_owner.mesh_ranges import Range, mesh_sizes, rank_segments, sharded_mesh_dims
 from dtensor_owner.packing import (
@@ -63,6 +63,13 @@ class PaddingReport:
             f"payload {self.payload:,}, padding {self.padding:,} ({self.percent:.1f} %), "
             f"{each} bytes per rank, {len(self.empty_ranks)} of {len(self.rank_bytes)} ranks empty"
         )
+
+
+class Piece(NamedTuple):
+    """A run of elements of the global buffer that belong to one tensor, or to none (a gap)."""
+
+    tensor: int | None
+    elements: Range
 
 
 @dataclass(frozen=True)
@@ -286,31 +293,48 @@ class GlobalLayout:
             empty_ranks=tuple(empty),
         )
 
+    def contents(self) -> tuple[tuple[Piece, ...], ...]:
+        """What each segment holds, piece by piece, gaps included."""
+        found = []
+        position = 0
+        for segment in self.segments:
+            pieces, cursor = [], segment.start
+            while position < len(self._filled):
+                i = self._filled[position]
+                part = segment.intersect(self.get_tensor_range(i))
+                if part.numel:
+                    if cursor < part.start:
+                        pieces.append(Piece(None, Range(cursor, part.start)))
+                    pieces.append(Piece(i, part))
+                    cursor = part.stop
+                if self._stop(i) > segment.stop:
+                    break
+                position += 1
+            if cursor < segment.stop:
+                pieces.append(Piece(None, Range(cursor, segment.stop)))
+            found.append(tuple(pieces))
+        return tuple(found)
+
     def __str__(self) -> str:
         report = self.padding_report(itemsize=1)
         lines = [
             f"{len(self.tensor_shapes)} tensors on {self.dp_size} ranks, size {self.size:,} = "
             f"payload {report.payload:,} + padding {report.padding:,} ({report.percent:.1f} %)"
         ]
-        position = 0
-        for rank, segment in enumerate(self.segments):
-            parts, cursor = [], segment.start
-            while position < len(self._filled):
-                i = self._filled[position]
-                piece = segment.intersect(self.get_tensor_range(i))
-                if piece.numel:
-                    parts += _gap(piece.start - cursor)
-                    row, start = row_numel(self.tensor_shapes[i]), self.tensor_to_offset[i]
-                    rows = f"[{(piece.start - start) // row}, {(piece.stop - start) // row})"
-                    parts.append(f"tensor {i} rows {rows}")
-                    cursor = piece.stop
-                if self._stop(i) > segment.stop:
-                    break
-                position += 1
-            parts += _gap(segment.stop - cursor)
-            content = " | ".join(parts) or "nothing"
+        for rank, (segment, pieces) in enumerate(zip(self.segments, self.contents(), strict=True)):
+            content = " | ".join(map(self._piece_text, pieces)) or "nothing"
             lines.append(f"rank {rank} [{segment.start}, {segment.stop}): {content}")
         return "\n".join(lines)
+
+    def _piece_text(self, piece: Piece) -> str:
+        if piece.tensor is None:
+            return f"gap {piece.elements.numel}"
+        row, start = (
+            row_numel(self.tensor_shapes[piece.tensor]),
+            self.tensor_to_offset[piece.tensor],
+        )
+        rows = f"[{(piece.elements.start - start) // row}, {(piece.elements.stop - start) // row})"
+        return f"tensor {piece.tensor} rows {rows}"
 
 
 def build_row_atomic_layout(
@@ -365,7 +389,3 @@ def _check_shape(i: int, shape: Shape) -> None:
         raise ValueError(
             f"Tensor {i} has shape {tuple(shape)}: only dim 0 may be 0, and no dim negative."
         )
-
-
-def _gap(numel: int) -> list[str]:
-    return [f"gap {numel}"] if numel else []

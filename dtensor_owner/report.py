@@ -1,0 +1,198 @@
+"""A plan as text and as JSON: what is stored where, who owns what, what a step moves.
+
+Everything is computed from layouts and owners alone, before a run and without ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtensor_owner.layout import GlobalLayout, ShardLayout, build_row_atomic_layout
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One parameter group and the layout its parameters are stored in.
+
+    Args:
+        name: What to call it, e.g. the module's path.
+        layout: The group's layout.
+        itemsize: Bytes of an element.
+    """
+
+    name: str
+    layout: GlobalLayout
+    itemsize: int
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.layout.payload * self.itemsize
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes that the layout in use stores beside the parameters."""
+        return (self.layout.size - self.layout.payload) * self.itemsize
+
+    @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        return self.layout.padding_report(itemsize=self.itemsize).rank_bytes
+
+    @property
+    def padded_padding_bytes(self) -> int:
+        """Bytes of padding that the padded layout of the same parameters stores."""
+        padded = build_row_atomic_layout(
+            self.layout.tensor_shapes,
+            self.layout.dp_size,
+            block_size=self.layout.block_size,
+            shard_layout=ShardLayout.PADDED,
+        )
+        return (padded.size - padded.payload) * self.itemsize
+
+
+@dataclass(frozen=True)
+class MatrixReport:
+    """One matrix, the split of its rows, and its owner.
+
+    Args:
+        name: The parameter's name.
+        shape: The whole matrix.
+        rows: Rows that each rank holds.
+        owner: The rank that orthogonalizes it.
+        cost: What that costs, in the plan's unit.
+        exchange_itemsize: Bytes of an element on its way to the owner and back.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    owner: int
+    cost: float
+    exchange_itemsize: int
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes a step sends to the owner, plus those it sends back: all but the owner's own."""
+        row_numel = 1
+        for size in self.shape[1:]:
+            row_numel *= size
+        return 2 * (sum(self.rows) - self.rows[self.owner]) * row_numel * self.exchange_itemsize
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The plan of a run on ``world_size`` ranks; ``str()`` is the text shown before it starts."""
+
+    world_size: int
+    groups: Sequence[GroupReport]
+    matrices: Sequence[MatrixReport]
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that the optimizer step moves between ranks, all ranks together."""
+        return sum(matrix.moved_bytes for matrix in self.matrices)
+
+    @property
+    def loads(self) -> list[float]:
+        """Newton-Schulz cost by rank."""
+        loads = [0.0] * self.world_size
+        for matrix in self.matrices:
+            loads[matrix.owner] += matrix.cost
+        return loads
+
+    @property
+    def imbalance(self) -> float:
+        """Highest load over mean load; 1.0 where there is no work."""
+        total = sum(self.loads)
+        return max(self.loads) * self.world_size / total if total else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON can hold it; sizes in bytes."""
+        return {
+            "payload_bytes": sum(group.payload_bytes for group in self.groups),
+            "padding_bytes": sum(group.padding_bytes for group in self.groups),
+            "padded_layout_padding_bytes": sum(g.padded_padding_bytes for g in self.groups),
+            "rank_bytes": self._rank_bytes(),
+            "owners": {matrix.name: matrix.owner for matrix in self.matrices},
+            "newton_schulz_loads": self.loads,
+            "newton_schulz_max_over_mean": self.imbalance,
+            "step_bytes": self.step_bytes,
+        }
+
+    def _rank_bytes(self) -> list[int]:
+        return [sum(ranks) for ranks in zip(*(group.rank_bytes for group in self.groups))]
+
+    def __str__(self) -> str:
+        lines = [f"Plan for {self.world_size} ranks", "", *self._group_lines()]
+        if self.matrices:
+            lines += ["", *self._matrix_lines(), "", *self._load_lines()]
+        lines += ["", f"The optimizer step moves {self.step_bytes:,} bytes between ranks."]
+        return "\n".join(lines)
+
+    def _group_lines(self) -> list[str]:
+        header = ("parameter group", "tensors", "payload", "padding", "if padded", "bytes a rank")
+        rows = [
+            (
+                group.name,
+                str(len(group.layout.tensor_shapes)),
+                f"{group.payload_bytes:,}",
+                f"{group.padding_bytes:,}",
+                f"{group.padded_padding_bytes:,}",
+                _span(group.rank_bytes),
+            )
+            for group in self.groups
+        ]
+        total = (
+            "all",
+            str(sum(len(group.layout.tensor_shapes) for group in self.groups)),
+            f"{sum(group.payload_bytes for group in self.groups):,}",
+            f"{sum(group.padding_bytes for group in self.groups):,}",
+            f"{sum(group.padded_padding_bytes for group in self.groups):,}",
+            _span(self._rank_bytes()),
+        )
+        return _table([header, *rows, total], left=1)
+
+    def _matrix_lines(self) -> list[str]:
+        header = ("matrix", "shape", "rows by rank", "owner", "bytes moved")
+        rows = [
+            (
+                matrix.name,
+                " x ".join(map(str, matrix.shape)),
+                " ".join(map(str, matrix.rows)),
+                str(matrix.owner),
+                f"{matrix.moved_bytes:,}",
+            )
+            for matrix in self.matrices
+        ]
+        return _table([header, *rows], left=3)
+
+    def _load_lines(self) -> list[str]:
+        mean = sum(self.loads) / self.world_size or 1.0
+        counts = [0] * self.world_size
+        for matrix in self.matrices:
+            counts[matrix.owner] += 1
+        rows = [
+            (f"rank {rank}", str(count), f"{load / mean:.3f}")
+            for rank, (count, load) in enumerate(zip(counts, self.loads))
+        ]
+        return _table([("owner", "matrices", "Newton-Schulz load / mean"), *rows], left=1)
+
+
+def _span(values: Sequence[int]) -> str:
+    if not values:
+        return "0"
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _table(rows: Sequence[tuple[str, ...]], *, left: int) -> list[str]:
+    """Align the columns: the first ``left`` of them to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]

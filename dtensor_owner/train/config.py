@@ -1,0 +1,168 @@
+"""The options of a training run: one frozen value, and the command line made from it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from dtensor_owner.usage import UsageError
+
+DEFAULT_WORLD_SIZE = 4
+MAX_LOCAL_RANKS = 256
+
+
+def _option(default: Any, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides what a run computes.
+
+    Raises:
+        UsageError: A value is out of range or two values do not go together.
+    """
+
+    world_size: int | None = _option(
+        None,
+        f"ranks to start on this machine (default: {DEFAULT_WORLD_SIZE}; "
+        "under torchrun: the ranks it started)",
+        type=int,
+    )
+    steps: int = _option(150, "optimizer steps")
+    optimizer: str = _option(
+        "muon",
+        "muon: owner Muon for the matrices and AdamW for the rest; adamw: AdamW for all",
+        choices=("muon", "adamw"),
+    )
+    shard_layout: str = _option(
+        "unpadded",
+        "unpadded: uneven shards without padding; padded: equal shards, padded to whole rows",
+        choices=("unpadded", "padded"),
+    )
+    compile: bool = _option(True, "compile the optimizer step into one graph")
+    seed: int = _option(0, "seed of the weights and of the choice of batches")
+    out: Path = _option(
+        Path("runs/train"),
+        "folder for metrics.jsonl, summary.json and loss.png; older ones are replaced",
+        type=Path,
+    )
+    data: Path | None = _option(
+        None,
+        "text to train on, a file or a folder (default: the Python standard library's sources)",
+        type=Path,
+    )
+    device: str = _option(
+        "cpu", "cpu: ranks talk through gloo; cuda: through NCCL", choices=("cpu", "cuda")
+    )
+    layers: int = _option(4, "transformer blocks")
+    dim: int = _option(128, "width of the model")
+    heads: int = _option(4, "attention heads; divides --dim")
+    hidden: int = _option(341, "width of the gated MLP; odd, so that its rows do not divide")
+    context: int = _option(128, "bytes the model sees at once")
+    batch: int = _option(32, "sequences a step, over all ranks together")
+    lr: float = _option(0.01, "peak learning rate of Muon, or of AdamW with --optimizer adamw")
+    adamw_lr: float = _option(0.003, "peak learning rate of the AdamW beside Muon")
+    weight_decay: float = _option(0.01, "weight decay of the matrices")
+    eval_sequences: int = _option(64, "held-out sequences the validation loss is taken over")
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "layers", "dim", "heads", "hidden", "context", "batch"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.eval_sequences >= 1, "eval_sequences", self.eval_sequences, "at least 1")
+        _require(0 <= self.seed < 2**31, "seed", self.seed, "between 0 and 2147483647")
+        for name in ("lr", "adamw_lr"):
+            _require(0 < getattr(self, name) < 10, name, getattr(self, name), "in (0, 10)")
+        _require(0 <= self.weight_decay < 1, "weight_decay", self.weight_decay, "in [0, 1)")
+        _require(
+            self.dim % self.heads == 0,
+            "heads",
+            self.heads,
+            f"a divisor of --dim {self.dim}",
+        )
+        if self.world_size is not None:
+            _require(
+                1 <= self.world_size <= MAX_LOCAL_RANKS,
+                "world_size",
+                self.world_size,
+                f"between 1 and {MAX_LOCAL_RANKS}",
+            )
+            _require(
+                self.batch >= self.world_size,
+                "batch",
+                self.batch,
+                f"at least one sequence for each of {self.world_size} ranks",
+            )
+        if self.data is not None and not self.data.exists():
+            raise UsageError(f"--data {self.data}: no such file or folder")
+        if self.out.exists() and not self.out.is_dir():
+            raise UsageError(f"--out {self.out}: exists and is not a folder")
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> TrainConfig:
+        """Take the options from what :func:`add_arguments` made argparse parse."""
+        return cls(**{option.name: getattr(args, option.name) for option in fields(cls)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as JSON can hold them."""
+        return {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(self).items()
+        }
+
+    def to_argv(self) -> list[str]:
+        """The command line that gives these options again."""
+        argv = []
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, bool):
+                argv.append(flag(option.name) if value else flag(f"no_{option.name}"))
+            elif value is not None:
+                argv.append(f"{flag(option.name)}={value}")
+        return argv
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the parser one option for each field of :class:`TrainConfig`."""
+    for option in fields(TrainConfig):
+        parser.add_argument(flag(option.name), **_argument(option))
+
+
+def torchrun_world_size() -> int | None:
+    """The number of ranks torchrun (or another launcher) started, ``None`` without one."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    return None
+
+
+def flag(name: str) -> str:
+    """The option that sets a field."""
+    return "--" + name.replace("_", "-")
+
+
+def _argument(option: Field[Any]) -> dict[str, Any]:
+    assert option.default is not MISSING
+    keywords = dict(option.metadata)
+    if option.default is not None:
+        keywords.setdefault("type", type(option.default))
+        keywords["help"] += " (default: %(default)s)"
+    if keywords["type"] is bool:
+        del keywords["type"]
+        keywords["action"] = argparse.BooleanOptionalAction
+        # BooleanOptionalAction would otherwise be the only one to print True or False.
+        keywords["help"] = option.metadata["help"] + f" (default: {_yes_no(option.default)})"
+    elif "choices" not in keywords:
+        keywords["metavar"] = {int: "N", float: "X", Path: "PATH"}[keywords["type"]]
+    return {"default": option.default, **keywords}
+
+
+def _yes_no(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _require(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise UsageError(f"{flag(name)} {value}: must be {wanted}")

@@ -1,0 +1,120 @@
+"""Model and optimizers of a run: on shards, or whole in one process as the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_owner.fully_shard import FSDPModule, fully_shard
+from dtensor_owner.layout import ShardLayout
+from dtensor_owner.report import GroupReport, PlanReport
+from dtensor_owner.train.config import TrainConfig
+from dtensor_owner.train.model import GPT
+
+ADAMW_BETAS = (0.9, 0.95)
+MUON_MOMENTUM = 0.95
+# Muon's update then has AdamW's usual size, so that both may have a similar learning rate.
+ADJUST_LR = "match_rms_adamw"
+
+Named = tuple[str, nn.Parameter]
+
+
+@dataclass
+class Trainee:
+    """A model with the optimizers that step it, and the plan both follow."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    plan: PlanReport
+
+
+def build_model(config: TrainConfig) -> GPT:
+    """The whole model, the same on every rank: weights come from the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return GPT(
+            layers=config.layers,
+            dim=config.dim,
+            heads=config.heads,
+            hidden=config.hidden,
+            context=config.context,
+        )
+
+
+def parameter_groups(model: nn.Module, config: TrainConfig) -> tuple[list[Named], list[Named]]:
+    """Split the parameters into (name, parameter) lists: Muon's matrices, and AdamW's rest.
+
+    Muon takes weights of two dimensions that map vectors to vectors; embeddings, among them the
+    output layer that is tied to one, and 1-D parameters are AdamW's. With ``--optimizer adamw``
+    everything is AdamW's.
+    """
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    matrices: list[Named] = []
+    rest: list[Named] = []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and id(parameter) not in embeddings
+        (matrices if is_matrix and config.optimizer == "muon" else rest).append((name, parameter))
+    return matrices, rest
+
+
+def build_reference(config: TrainConfig) -> Trainee:
+    """The whole model in one process with torch's own optimizers: what a sharded run must equal."""
+    model = build_model(config)
+    matrices, rest = parameter_groups(model, config)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW([parameter for _, parameter in rest], **adamw_options(config))
+    ]
+    if matrices:
+        options = muon_options(config)
+        optimizers.append(torch.optim.Muon([parameter for _, parameter in matrices], **options))
+    return Trainee(model, optimizers, PlanReport(1, [], []))
+
+
+def build_sharded(config: TrainConfig, mesh: DeviceMesh) -> Trainee:
+    """The model on shards, one parameter group for each block and one for the rest."""
+    model = build_model(config).to(mesh.device_type)
+    layout = ShardLayout[config.shard_layout.upper()]
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, shard_layout=layout)
+    fully_shard(model, mesh=mesh, shard_layout=layout)
+    _, rest = parameter_groups(model, config)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW([parameter for _, parameter in rest], **adamw_options(config))
+    ]
+    return Trainee(model, optimizers, PlanReport(mesh.size(), _group_reports(model), []))
+
+
+def _group_reports(model: nn.Module) -> list[GroupReport]:
+    return [
+        GroupReport(name or "the rest", group.layout, group.buffer.dtype.itemsize)
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+        for group in module.parameter_groups
+    ]
+
+
+def adamw_options(config: TrainConfig) -> dict[str, Any]:
+    alone = config.optimizer == "adamw"
+    return {
+        "lr": config.lr if alone else config.adamw_lr,
+        "weight_decay": config.weight_decay if alone else 0.0,
+        "betas": ADAMW_BETAS,
+    }
+
+
+def muon_options(config: TrainConfig) -> dict[str, Any]:
+    return {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "momentum": MUON_MOMENTUM,
+        "adjust_lr_fn": ADJUST_LR,
+    }

@@ -1,0 +1,81 @@
+"""The text and the numbers of a plan."""
+
+from __future__ import annotations
+
+import json
+
+from expecttest import TestCase
+
+from dtensor_owner.layout import ShardLayout, build_row_atomic_layout
+from dtensor_owner.report import GroupReport, MatrixReport, PlanReport
+
+SHAPES = [(6, 4), (5, 8), (4,)]
+
+
+def _plan(shard_layout: ShardLayout = ShardLayout.UNPADDED) -> PlanReport:
+    layout = build_row_atomic_layout(SHAPES, 3, shard_layout=shard_layout)
+    matrices = [
+        MatrixReport(f"weight.{i}", layout.tensor_shapes[i], layout.rows(i), owner, cost, 4)
+        for i, owner, cost in ((0, 0, 100.0), (1, 2, 300.0))
+    ]
+    return PlanReport(
+        3, [GroupReport("block", layout, 4), GroupReport("rest", layout, 2)], matrices
+    )
+
+
+class TestPlanReport(TestCase):
+    def test_text(self):
+        self.assertExpectedInline(
+            str(_plan()),
+            """\
+Plan for 3 ranks
+
+parameter group  tensors  payload  padding  if padded  bytes a rank
+block                  3      272        0         16      80 to 96
+rest                   3      136        0          8      40 to 48
+all                    6      408        0         24    120 to 144
+
+matrix    shape  rows by rank  owner  bytes moved
+weight.0  6 x 4  6 0 0             0            0
+weight.1  5 x 8  0 3 2             2          192
+
+owner   matrices  Newton-Schulz load / mean
+rank 0         1                      0.750
+rank 1         0                      0.000
+rank 2         1                      2.250
+
+The optimizer step moves 192 bytes between ranks.""",
+        )
+
+    def test_without_matrices(self):
+        self.assertExpectedInline(
+            str(PlanReport(3, _plan().groups[:1], [])),
+            """\
+Plan for 3 ranks
+
+parameter group  tensors  payload  padding  if padded  bytes a rank
+block                  3      272        0         16      80 to 96
+all                    3      272        0         16      80 to 96
+
+The optimizer step moves 0 bytes between ranks.""",
+        )
+
+
+def test_numbers():
+    plan = _plan()
+    numbers = json.loads(json.dumps(plan.to_dict()))
+    assert numbers["payload_bytes"] == 68 * 4 + 68 * 2
+    assert numbers["padding_bytes"] == 0
+    assert sum(numbers["rank_bytes"]) == numbers["payload_bytes"]
+    # weight.0: 6 rows of 16 bytes; weight.1: 5 rows of 32 bytes; twice what the owner lacks
+    rows_0, rows_1 = plan.matrices[0].rows, plan.matrices[1].rows
+    assert numbers["step_bytes"] == 2 * ((6 - rows_0[0]) * 16 + (5 - rows_1[2]) * 32)
+    assert numbers["newton_schulz_loads"] == [100.0, 0.0, 300.0]
+    assert numbers["newton_schulz_max_over_mean"] == 300 / (400 / 3)
+
+
+def test_padded_layout_counts_the_same_padding_in_both_columns():
+    for group in _plan(ShardLayout.PADDED).groups:
+        assert group.padding_bytes == group.padded_padding_bytes > 0
+    unpadded = _plan().groups[0]
+    assert (unpadded.padding_bytes, unpadded.padded_padding_bytes > 0) == (0, True)

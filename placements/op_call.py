@@ -179,10 +179,12 @@ def empty_result(call: OpCall) -> LocalOp:
         if any(call.mutated):
             return like
 
+        device = kwargs.get("device") or like.device
+
         def make(meta: TensorMeta | None) -> torch.Tensor | None:
-            return (
-                None if meta is None else like.new_zeros((0,) * len(meta.shape), dtype=meta.dtype)
-            )
+            if meta is None:
+                return None
+            return like.new_zeros((0,) * len(meta.shape), dtype=meta.dtype, device=device)
 
         if metas is None:
             return None

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 _NORMS = (aten._foreach_norm.Scalar,)
 _PREFIXES = ("aten::_foreach_", "aten::_fused_")
 # Reductions of a list that have no rule of their own.
-_REFUSED = ("_foreach_max", "_foreach_powsum")
+_REFUSED = ("aten::_foreach_max", "aten::_foreach_powsum")
 
 
 def is_list_op(call: OpCall) -> bool:
@@ -33,7 +33,7 @@ def is_list_op(call: OpCall) -> bool:
 
 def propagate_lists(call: OpCall) -> OutputSharding:
     """Sharding of one list op with at least one tensor of ours."""
-    if any(name in call.op._schema.name for name in _REFUSED):
+    if call.op._schema.name in _REFUSED:
         raise call.refuse("there is no rule for this reduction of a list.")
     lists: list[list[DTensorSpec]] = [list(a) for a in call.schema.args_schema if _is_spec_list(a)]  # type: ignore[call-overload]
     length = len(lists[0])

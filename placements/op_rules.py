@@ -37,6 +37,7 @@ aten = torch.ops.aten
 
 # An op family gives, for one call, its rules on one mesh dim and the local op (None: the op).
 Family = Callable[[OpCall], tuple[Callable[[int], list[Rule]], LocalOp | None]]
+_JOINS = (aten.cat.default, aten.stack.default)
 FAMILIES: dict[Any, Family] = {**REDUCTIONS, **VIEWS}
 
 
@@ -154,7 +155,9 @@ def _fill_entry(
 def _choose(call: OpCall, mesh_dim: int, rules_on: Callable[[int], list[Rule]]) -> Rule:
     present = call.placements(mesh_dim)
     owners = [p for p in dict.fromkeys(present) if isinstance(p, Owner)]
-    if owners:
+    if call.op in _JOINS and not _on_one_owner(present):
+        rules = [replicated(call)]  # parts of any kind meet whole, as the norms of clipping do
+    elif owners:
         rules = [owned(call, owners[0])]
     elif all(isinstance(p, Replicate) for p in present):
         return replicated(call)
@@ -169,6 +172,11 @@ def _choose(call: OpCall, mesh_dim: int, rules_on: Callable[[int], list[Rule]]) 
             )
         raise call.refuse(f"there is no rule for this on mesh dim {mesh_dim}.")
     return rules[costs.index(min(costs))]
+
+
+def _on_one_owner(present: Sequence[Placement]) -> bool:
+    kinds = {p for p in present if not isinstance(p, Replicate)}
+    return len(kinds) <= 1 or not any(isinstance(p, Owner) for p in kinds)
 
 
 def _cost(call: OpCall, mesh_dim: int, rule: Rule) -> float:
@@ -189,10 +197,10 @@ def _cost(call: OpCall, mesh_dim: int, rule: Rule) -> float:
 
 def _move_cost(present: Placement, wanted: Placement) -> float:
     """Bytes moved per byte of the tensor, roughly; infinite where no redistribution exists."""
-    if isinstance(present, Owner) != isinstance(wanted, Owner):
-        return 0.0 if isinstance(present, Replicate) else math.inf
     if isinstance(present, Owner):
-        return math.inf  # another owner: never guessed
+        return 1.0 if isinstance(wanted, Replicate) else math.inf
+    if isinstance(wanted, Owner):
+        return 0.0 if isinstance(present, Replicate) else math.inf
     if isinstance(wanted, Partial):
         return math.inf
     if isinstance(present, Partial):

@@ -197,7 +197,12 @@ def _hook_propagation(propagate: Propagate) -> None:
 
 def _schema_has_ours(op_schema: OpSchema) -> bool:
     leaves = torch.utils._pytree.tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
-    return any(isinstance(leaf, DTensorSpec) and any_ours(leaf.placements) for leaf in leaves)
+    specs = [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
+    # Reductions of our tensors are stock Partial tensors, whose item() torch reads unreduced.
+    reads_partial = op_schema.op is aten._local_scalar_dense.default and any(
+        placement.is_partial() for placement in specs[0].placements
+    )
+    return reads_partial or any(any_ours(spec.placements) for spec in specs)
 
 
 def _args_have_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

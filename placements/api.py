@@ -162,6 +162,12 @@ class _RedistributeGroup(torch.autograd.Function):
         return (None, *results)
 
 
+@torch.compiler.allow_in_graph
+def _apply_redistribute_group(targets: Any, *tensors: DTensor) -> tuple[DTensor, ...]:
+    """One call in a traced graph: what it does is traced on local tensors."""
+    return _RedistributeGroup.apply(targets, *tensors)
+
+
 def _grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     return tuple(Replicate() if p.is_partial() else p for p in placements)
 
@@ -193,7 +199,7 @@ def redistribute_group(
             "redistribute_group needs tensors on one mesh, got "
             f"{list(dict.fromkeys(str(t.device_mesh) for t in tensors))}: call it once per mesh."
         )
-    return list(_RedistributeGroup.apply(targets, *tensors))
+    return list(_apply_redistribute_group(targets, *tensors))
 
 
 def _placements_per_tensor(

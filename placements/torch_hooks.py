@@ -106,10 +106,11 @@ def _register_types() -> None:
     """Make the placements constants for Dynamo and known to the safe loader."""
     import torch._library.opaque_object as opaque
 
-    member = opaque.MemberType.USE_REAL
-    names = ("is_shard", "is_partial", "is_replicate", "is_nested", "rows", "block_size", "rank")
-    members = dict.fromkeys((*names, "__eq__"), member)
+    common = ("is_shard", "is_partial", "is_replicate", "__eq__")
+    own = {RowAtomic: ("rows", "is_nested"), Owner: ("rank",)}
+    own[BlockAtomic] = ("rows", "is_nested", "block_size")
     for cls in PLACEMENT_TYPES:
+        members = dict.fromkeys((*common, *own[cls]), opaque.MemberType.USE_REAL)
         if hasattr(opaque, "register_custom_class"):  # from torch 2.14
             opaque.register_custom_class(cls, typ="constant", members=members)
         else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import operator
+from typing import Any, SupportsIndex, cast
 
 from torch.distributed.tensor import Placement
 
@@ -31,9 +32,13 @@ class LayoutPlacement(Placement):
 
 
 def as_int(name: str, value: object, *, minimum: int) -> int:
-    """Return ``value`` if it is an int of at least ``minimum``; bools are not numbers here."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """``value`` as an int of at least ``minimum``: ints and what stands for one, such as numpy's.
+
+    Bools are not numbers here.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}.")
-    if value < minimum:
-        raise ValueError(f"{name} must be >= {minimum}, got {value}.")
-    return value
+    number = operator.index(cast(SupportsIndex, value))
+    if number < minimum:
+        raise ValueError(f"{name} must be >= {minimum}, got {number}.")
+    return number

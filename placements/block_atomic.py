@@ -36,8 +36,9 @@ class BlockAtomic(RowAtomic):
     ) -> None:
         object.__setattr__(self, "block_size", as_int("block_size", block_size, minimum=1))
         super().__init__(rows)
-        if self.rows is not None and not self.is_nested:
-            self._check_boundaries(self.rows)  # type: ignore[arg-type]
+        if self.rows is not None:
+            for table in self.rows if self.is_nested else (self.rows,):
+                self._check_boundaries(table)  # type: ignore[arg-type]
 
     def _check_boundaries(self, table: RowTable) -> None:
         total = sum(table)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from placements.base import LayoutPlacement
+from placements.block_atomic import BlockAtomic
 from placements.geometry import chunk_counts, overlap, ranges
 from placements.owner import Owner
 from placements.row_atomic import RowAtomic
@@ -65,6 +66,14 @@ def row_chain(placements: Sequence[Placement]) -> tuple[int, ...]:
     return tuple(d for d in application_order(placements) if split_dim(placements[d]) == 0)
 
 
+def split_chain(placements: Sequence[Placement], mesh_dim: int) -> tuple[int, ...]:
+    """The mesh dims that cut the tensor dim that ``mesh_dim`` cuts, in application order."""
+    dim = split_dim(placements[mesh_dim])
+    if dim is None:
+        return ()
+    return tuple(d for d in application_order(placements) if split_dim(placements[d]) == dim)
+
+
 def check_placements(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> None:
@@ -99,6 +108,7 @@ def check_placements(
     _check_row_chain(placements)
     for coordinate in _first_coordinates(mesh_shape, placements):
         local_box(shape, mesh_shape, placements, coordinate)
+    _check_nested_blocks(shape, mesh_shape, placements)
 
 
 def _check_row_chain(placements: Sequence[Placement]) -> None:
@@ -120,6 +130,29 @@ def _check_row_chain(placements: Sequence[Placement]) -> None:
             f"Nested row tables on mesh dims {nested} of {tuple(placements)}: exactly one of two "
             "row placements may be nested; it is keyed by the coordinate on the other."
         )
+
+
+def _check_nested_blocks(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> None:
+    """Blocks count from row 0 of the whole tensor, also where another mesh dim cuts it first."""
+    chain = row_chain(placements)
+    for mesh_dim in chain[1:]:
+        placement = placements[mesh_dim]
+        if not isinstance(placement, BlockAtomic):
+            continue
+        tables = split_tables(shape, mesh_shape, placements, mesh_dim)
+        for (start, _), table in zip(
+            ranges(split_tables(shape, mesh_shape, placements, chain[0])[0]), tables, strict=True
+        ):
+            for low, high in ranges(table):
+                row = start + low
+                if low < high and row % placement.block_size:
+                    raise ValueError(
+                        f"{placement} on mesh dim {mesh_dim} beside {placements[chain[0]]} on mesh "
+                        f"dim {chain[0]} cuts a block: boundary at row {row} is not a multiple of "
+                        f"block_size={placement.block_size}. Use BlockAtomic on both, or RowAtomic."
+                    )
 
 
 def _first_coordinates(
@@ -172,6 +205,54 @@ def local_box(
         low, high = ranges(counts)[coordinate[mesh_dim]]
         box[dim] = (start + low, start + high)
     return tuple(box)
+
+
+def split_tables(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_dim: int,
+) -> tuple[tuple[int, ...], ...]:
+    """Sizes of the dim that ``mesh_dim`` splits, by coordinate on it: one table, or for the
+    second of two row placements one per coordinate on the mesh dim applied first.
+    """
+    dim = split_dim(placements[mesh_dim])
+    assert dim is not None
+    num_ranks = mesh_shape[mesh_dim]
+    chain = split_chain(placements, mesh_dim)
+    before = chain[: chain.index(mesh_dim)]
+    sizes = [shape[dim]]
+    for d in before:
+        sizes = [
+            part
+            for index, size in enumerate(sizes)
+            for part in split_counts(placements[d], size, mesh_shape[d], index)
+        ]
+    return tuple(
+        split_counts(placements[mesh_dim], size, num_ranks, index if before else None)
+        for index, size in enumerate(sizes)
+    )
+
+
+def same_split(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    first: Sequence[Placement],
+    second: Sequence[Placement],
+    mesh_dim: int,
+) -> bool:
+    """Whether two placement lists cut the tensor alike on ``mesh_dim``, however it is written:
+    ``RowAtomic()``, the counts it stands for, a ``Shard(0)`` that cuts at the same rows.
+    """
+    a, b = first[mesh_dim], second[mesh_dim]
+    dim = split_dim(a)
+    if dim is None or dim != split_dim(b):
+        return a == b
+    if a == b and split_dim(a) != 0:
+        return True
+    return split_tables(shape, mesh_shape, first, mesh_dim) == split_tables(
+        shape, mesh_shape, second, mesh_dim
+    )
 
 
 def split_counts(

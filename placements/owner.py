@@ -29,7 +29,8 @@ class Owner(LayoutPlacement):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        as_int("Owner's rank (a coordinate on the mesh dimension)", self.rank, minimum=0)
+        rank = as_int("Owner's rank (a coordinate on the mesh dimension)", self.rank, minimum=0)
+        object.__setattr__(self, "rank", rank)
 
     def check_rank(self, num_ranks: int) -> int:
         """The owner's coordinate, after checking it against the size of the mesh dimension."""

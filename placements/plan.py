@@ -23,11 +23,14 @@ from placements.boxes import (
     is_held,
     local_box,
     row_chain,
+    same_split,
+    split_chain,
     split_counts,
     split_dim,
 )
 from placements.geometry import ranges
 from placements.owner import Owner
+from placements.row_atomic import RowAtomic
 
 # A staged collective may move up to a quarter more than the payload: below that one even
 # tensor collective beats exact point-to-point messages.
@@ -292,14 +295,41 @@ def make_plan(
     """
     check_placements(shape, mesh_shape, source)
     check_placements(shape, mesh_shape, target)
-    current = list(source)
+    for mesh_dim, (before, after) in enumerate(zip(source, target, strict=True)):
+        _check_rule(mesh_dim, before, after)
+    current = list(_relabelled(shape, mesh_shape, source, target))
     steps = []
-    for mesh_dim, placement in _placement_changes(source, target):
-        before = tuple(current)
+    for mesh_dim, placement in _placement_changes(tuple(current), target):
+        held = tuple(current)
         current[mesh_dim] = placement
-        step = _make_step(shape, itemsize, mesh_shape, before, tuple(current), mesh_dim, coordinate)
+        step = _make_step(shape, itemsize, mesh_shape, held, tuple(current), mesh_dim, coordinate)
         steps.append(step)
+    assert tuple(current) == target
     return Plan(shape, source, target, tuple(steps))
+
+
+def _relabelled(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+) -> tuple[Placement, ...]:
+    """The source, written as the target is where both cut the tensor alike: nothing moves then.
+
+    A split that lies below another one on the same dim means the same only if that one does.
+    """
+    renamed = list(source)
+    source_chain, target_chain = row_chain(source), row_chain(target)
+    for a, b in zip(source_chain, target_chain, strict=False):
+        if a != b or not same_split(shape, mesh_shape, source, target, a):
+            break
+        renamed[a] = target[a]
+    else:
+        if source_chain == target_chain:
+            return tuple(renamed)
+    # Nested tables are keyed by the dim applied first: both are renamed or none.
+    nested = any(isinstance(p, RowAtomic) and p.is_nested for p in (*source, *target))
+    return source if nested else tuple(renamed)
 
 
 def _placement_changes(
@@ -307,33 +337,52 @@ def _placement_changes(
 ) -> list[tuple[int, Placement]]:
     """One ``(mesh_dim, new placement)`` per step, in order.
 
-    Placements that cut the same dim on several mesh dims are nested: the one applied last is
-    undone first, and none may change below another. Dims of a chain that both sides share from
-    its start stay; the rest is undone in reverse and done again in order.
+    Placements that cut the same tensor dim on several mesh dims form a chain: the one applied
+    last is undone first, one is applied only when all before it are in place, and none changes
+    below another. Steps that shrink the local tensor come before those that grow it.
     """
-    source_chain, target_chain = row_chain(source), row_chain(target)
-    shared = 0
-    for a, b in zip(source_chain, target_chain, strict=False):
-        if a != b or source[a] != target[b]:
-            break
-        shared += 1
-    undo, redo = source_chain[shared:], target_chain[shared:]
-    direct = undo == redo and len(undo) == 1
+    current = list(source)
+    todo = [d for d in range(len(source)) if not _is_in_place(source, target, d)]
     changes: list[tuple[int, Placement]] = []
-    if direct:
-        changes.append((undo[0], target[undo[0]]))
-    else:
-        for mesh_dim in reversed(undo):
-            stays_split = split_dim(target[mesh_dim]) == 0
-            changes.append((mesh_dim, Replicate() if stays_split else target[mesh_dim]))
-    in_chain = {*source_chain, *target_chain}
-    others = [d for d in range(len(source)) if d not in in_chain and source[d] != target[d]]
-    # What shrinks the local tensor comes before what grows it: fewer bytes are carried.
-    changes += [(d, target[d]) for d in others if not target[d].is_replicate()]
-    if not direct:
-        changes += [(d, target[d]) for d in redo]
-    changes += [(d, target[d]) for d in others if target[d].is_replicate()]
+    while todo:
+        ready = [d for d in todo if _can_change(current, target, d, todo)]
+        ready.sort(key=lambda d: target[d].is_replicate())
+        # Where nothing can go where it belongs, the last split of some chain is undone.
+        undo = [d for d in todo if split_dim(current[d]) is not None and _is_last(current, d)]
+        mesh_dim = ready[0] if ready else undo[-1]
+        current[mesh_dim] = target[mesh_dim] if ready else Replicate()
+        changes.append((mesh_dim, current[mesh_dim]))
+        if ready:
+            todo.remove(mesh_dim)
     return changes
+
+
+def _is_in_place(source: Sequence[Placement], target: Sequence[Placement], mesh_dim: int) -> bool:
+    """Whether ``mesh_dim`` keeps its placement and everything it is applied after."""
+    if source[mesh_dim] != target[mesh_dim]:
+        return False
+    before, after = split_chain(source, mesh_dim), split_chain(target, mesh_dim)
+    position = before.index(mesh_dim) + 1 if before else 0
+    return before[:position] == after[:position] and all(
+        source[d] == target[d] for d in before[:position]
+    )
+
+
+def _is_last(placements: Sequence[Placement], mesh_dim: int) -> bool:
+    chain = split_chain(placements, mesh_dim)
+    return not chain or chain[-1] == mesh_dim
+
+
+def _can_change(
+    current: Sequence[Placement], target: Sequence[Placement], mesh_dim: int, todo: list[int]
+) -> bool:
+    """Whether ``mesh_dim`` can take its target placement now, for good."""
+    after = [*current]
+    after[mesh_dim] = target[mesh_dim]
+    if not (_is_last(current, mesh_dim) and _is_last(after, mesh_dim)):
+        return False
+    chain, wanted = split_chain(after, mesh_dim), split_chain(target, mesh_dim)
+    return chain == wanted[: len(chain)] and not any(d in todo for d in chain[:-1])
 
 
 def _make_step(
@@ -365,7 +414,8 @@ def _make_step(
     )
     collective = Collective.NONE
     if is_here and num_ranks > 1 and (source_boxes != target_boxes or isinstance(source, Partial)):
-        collective = _collective(mesh_dim, source, target)
+        assert source != target
+        collective = _COLLECTIVES[_kind(source), _kind(target)]
     algorithm = None
     if collective is Collective.ALL_GATHER:
         algorithm = choose_algorithm(_row_counts(source_boxes))
@@ -420,13 +470,10 @@ _COLLECTIVES: dict[tuple[str, str], Collective] = {
 }
 
 
-def _collective(mesh_dim: int, source: Placement, target: Placement) -> Collective:
-    if source == target:
-        return Collective.NONE
-    collective = _COLLECTIVES.get((_kind(source), _kind(target)))
-    if collective is None:
+def _check_rule(mesh_dim: int, source: Placement, target: Placement) -> None:
+    """Refuse what has no rule, also where no rank would have anything to do."""
+    if source != target and _kind(target) == "partial":
         raise NotImplementedError(
             f"No rule for {source} -> {target} on mesh dim {mesh_dim}: a value cannot be "
             "relabelled as a partial one; redistribute to Replicate() or a split placement."
         )
-    return collective

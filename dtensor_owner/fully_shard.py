@@ -96,8 +96,10 @@ def fully_shard(
         f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__}
     )
     cast(FSDPModule, module)._fully_shard_state = state
-    module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(state.after_forward, with_kwargs=True, always_call=True)
+    # A compiled module compiles its forward; gathers stay outside of its graphs.
+    before, after = map(torch.compiler.disable, (state.before_forward, state.after_forward))
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after, with_kwargs=True, always_call=True)
     return module
 
 

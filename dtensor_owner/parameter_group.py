@@ -64,7 +64,6 @@ class ParameterGroup:
         self.buffer = DBuffer.distribute_tensors(
             [m.parameter for m in managed], mesh, self.placements, layout=self.layout
         )
-        self.requires_grad = managed[0].parameter.requires_grad
         self._policy = mp_policy
         self._packing = GradientPacking(self.layout)
         self._shown: dict[int, Sequence[Tensor]] = {}
@@ -72,17 +71,89 @@ class ParameterGroup:
 
     def _shard(self, i: int, managed: ManagedParameter) -> nn.Parameter:
         """Make parameter ``i`` a DTensor and put it wherever the full one was."""
-        sharded = nn.Parameter(self.buffer.get_dtensor(i), requires_grad=self.requires_grad)
+        requires_grad = managed.parameter.requires_grad
+        sharded = nn.Parameter(self.buffer.get_dtensor(i), requires_grad=requires_grad)
         vars(sharded).update(vars(managed.parameter))  # marks that users set on parameters
         for module, name in managed.owners:
             setattr(module, name, sharded)
         return sharded
 
     @property
+    def requires_grad(self) -> bool:
+        """Whether any parameter does; users may freeze and unfreeze them at any time."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         if self._policy.param_dtype is None or not self.buffer.dtype.is_floating_point:
             return self.buffer.dtype
         return self._policy.param_dtype
+
+    # --------------------------------------------- parameters that users moved or replaced
+
+    def adopt_changes(self) -> None:
+        """Bring parameters back into the buffer that have got storage of their own.
+
+        ``to_empty``, ``to`` and ``load_state_dict(assign=True)`` do that. A gather would go on
+        sending the old values otherwise.
+
+        Raises:
+            RuntimeError: A parameter is no DTensor of the layout any more, or is on meta.
+            ValueError: The parameters differ in dtype or device.
+        """
+        current = [self._registered(i) for i in range(len(self.parameters))]
+        with torch.no_grad():
+            local = [parameter.to_local() for parameter in current]
+            if any(map(self._is_elsewhere, range(len(local)), local)):
+                self._move_into_buffer(local)
+        for i, parameter in enumerate(current):
+            if parameter is not self.parameters[i]:
+                self.parameters[i] = parameter
+                for module, name in self._owners[i]:
+                    setattr(module, name, parameter)
+        if self.buffer.device.type == "meta":
+            raise RuntimeError(
+                f"The parameters {self.names} are on the meta device: call to_empty(device=...) "
+                "on the model and initialize it before the first forward."
+            )
+
+    def _registered(self, i: int) -> nn.Parameter:
+        module, name = self._owners[i][0]
+        parameter = module._parameters.get(name)
+        ours = self.parameters[i]
+        if parameter is ours:
+            return ours
+        if not isinstance(parameter, DTensor) or (
+            (parameter.shape, parameter.placements, parameter.device_mesh)
+            != (ours.shape, ours.placements, ours.device_mesh)
+        ):
+            raise RuntimeError(
+                f"{self.names[i]} was replaced after fully_shard, by {type(parameter).__name__}: a "
+                f"replacement must be a DTensor of shape {tuple(ours.shape)} placed "
+                f"{ours.placements} on the same mesh. Copy values into the parameter instead."
+            )
+        return parameter
+
+    def _is_elsewhere(self, i: int, local: Tensor) -> bool:
+        view = self.buffer.get_local_tensor(i)
+        if (local.dtype, local.device) != (view.dtype, view.device):
+            return True
+        return bool(local.numel()) and local.data_ptr() != view.data_ptr()
+
+    def _move_into_buffer(self, local: Sequence[Tensor]) -> None:
+        kinds = {(tensor.dtype, tensor.device) for tensor in local}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"The parameters {self.names} are sharded together, but now differ in dtype or "
+                f"device: {sorted(map(str, kinds))}. Convert all of them."
+            )
+        dtype, device = kinds.pop()
+        flat = torch.zeros(self.buffer.range.numel, dtype=dtype, device=device)
+        self.buffer = DBuffer.from_local(flat, self.mesh, self.placements, self.layout)
+        for i, tensor in enumerate(local):
+            view = self.buffer.get_local_tensor(i)
+            view.copy_(tensor)
+            tensor.set_(view)  # the DTensor's own local tensor, whoever refers to it
 
     # ---------------------------------------------------------------------- weights
 

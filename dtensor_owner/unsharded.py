@@ -40,6 +40,7 @@ class GroupUse:
 
     def start_forward(self, flat: Tensor | None = None) -> None:
         """Gather the weights (or take ``flat``) and show them to the modules."""
+        self.group.adopt_changes()
         self._version = self.group.version()
         self.flat = self.group.gather() if flat is None else flat
         self.group.show(self._key, self._tensors(ends_backward=True))
@@ -136,6 +137,7 @@ class _SavedWeight(NamedTuple):
     offset: int
 
 
+@torch.compiler.disable
 def _pack(tensor: Tensor) -> Tensor | _SavedWeight:
     if type(tensor) not in (Tensor, nn.Parameter):
         return tensor
@@ -145,6 +147,7 @@ def _pack(tensor: Tensor) -> Tensor | _SavedWeight:
     return _SavedWeight(use, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
+@torch.compiler.disable
 def _unpack(saved: Tensor | _SavedWeight) -> Tensor:
     if isinstance(saved, Tensor):
         return saved

@@ -1,0 +1,273 @@
+"""The parameters of a sharded module as users see them, change them and get them wrong."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor
+
+from dtensor_owner.fully_shard import FSDPModule, fully_shard
+from dtensor_owner.train.model import GPT
+from placements import distribute_tensor
+from tests.fully_shard_helpers import (
+    GPT_SIZES,
+    Model,
+    assert_same_gradients,
+    assert_same_parameters,
+    full,
+    gpt_loss,
+    make_gpt,
+    mesh_1d,
+    mine,
+    shard_gpt,
+    tokens_of,
+)
+from tests.ranks import run_ranks
+
+
+def what_modules_see() -> None:
+    model = shard_gpt(make_gpt(), mesh_1d())
+    block = model.blocks[0]
+    linear = block.mlp.gate
+    seen: list[Any] = []
+    linear.register_forward_hook(
+        lambda module, args, output: seen.append(
+            (
+                type(module.weight),
+                module.weight.shape,
+                type(dict(module.named_parameters())["weight"]),
+            )
+        )
+    )
+    gpt_loss(model, mine(tokens_of(0, dist.get_world_size()))).backward()
+    assert seen == [(Tensor, torch.Size([11, 8]), DTensor)]
+    assert isinstance(linear.weight, DTensor) and isinstance(linear.weight, nn.Parameter)
+    assert type(block).__name__ == "FSDPBlock" and isinstance(block, FSDPModule)
+
+
+def test_modules_see_full_weights_and_named_parameters_sharded_ones():
+    run_ranks(3, what_modules_see)
+
+
+def state_dict_round_trip() -> None:
+    model = shard_gpt(make_gpt(), mesh_1d())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    assert list(state) == list(make_gpt().state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0)
+    model.load_state_dict(state)
+    assert_same_parameters(model, make_gpt(), rtol=0, atol=0)
+    tokens = tokens_of(0, dist.get_world_size())[:, 1:]
+    torch.testing.assert_close(model(tokens), make_gpt()(tokens))
+
+
+def test_state_dict_holds_the_sharded_parameters():
+    run_ranks(3, state_dict_round_trip)
+
+
+# ---------------------------------------------- parameters moved, cast or replaced by the user
+
+
+def distributed_state(source: Model, model: Model) -> dict[str, DTensor]:
+    return {
+        name: distribute_tensor(value, mesh_1d(), model.get_parameter(name).placements)
+        for name, value in source.state_dict().items()
+    }
+
+
+def assert_trains_like(model: Model, reference: Model) -> None:
+    tokens = tokens_of(0, dist.get_world_size())
+    for _ in range(2):
+        for trained, batch in ((reference, tokens), (model, mine(tokens))):
+            optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
+            gpt_loss(trained, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, reference)
+    torch.testing.assert_close(model(tokens[:, 1:]), reference(tokens[:, 1:]))
+
+
+def built_on_meta() -> None:
+    with torch.device("meta"):
+        model = GPT(**GPT_SIZES)
+    shard_gpt(model, mesh_1d())
+    with pytest.raises(RuntimeError, match="on the meta device: call to_empty"):
+        model(tokens_of(0, 1)[:, 1:])
+    model.to_empty(device="cpu")
+    assert all(p.to_local().device.type == "cpu" for p in model.parameters())
+    model.load_state_dict(distributed_state(make_gpt(), model))
+    assert_trains_like(model, make_gpt())
+
+
+def cast_to_double() -> None:
+    model = shard_gpt(make_gpt(), mesh_1d()).double()
+    assert_trains_like(model, make_gpt().double())
+
+
+def state_assigned() -> None:
+    model, source = shard_gpt(make_gpt(), mesh_1d()), make_gpt()
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.mul_(1.25)
+    model.load_state_dict(distributed_state(source, model), assign=True)
+    assert_trains_like(model, source)
+
+
+def unfrozen_later() -> None:
+    model, reference = make_gpt().requires_grad_(False), make_gpt()
+    shard_gpt(model, mesh_1d()).requires_grad_(True)
+    assert_trains_like(model, reference)
+
+
+@pytest.mark.parametrize("change", [built_on_meta, cast_to_double, state_assigned, unfrozen_later])
+def test_parameters_that_users_change_are_what_the_next_forward_gathers(change):
+    run_ranks(3, change)
+
+
+def replaced_by_something_else() -> None:
+    model = shard_gpt(make_gpt(), mesh_1d())
+    model.blocks[0].mlp.gate.weight = nn.Parameter(torch.zeros(11, 8))
+    with pytest.raises(RuntimeError, match=r"mlp.gate.weight was replaced .* by Parameter"):
+        model(tokens_of(0, 1)[:, 1:])
+    model = shard_gpt(make_gpt(), mesh_1d())
+    model.blocks[0].mlp.gate.double()
+    with pytest.raises(ValueError, match=r"now differ in dtype or device.*float32.*float64"):
+        model(tokens_of(0, 1)[:, 1:])
+
+
+def test_a_replacement_that_does_not_fit_is_refused():
+    run_ranks(2, replaced_by_something_else)
+
+
+# ----------------------------------------------------------------------------- mixed precision
+
+
+def mixed_precision() -> float:
+    inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    outer = dataclasses.replace(inner, output_dtype=torch.float32)
+    model, stock, mesh = make_gpt(), make_gpt(), mesh_1d()
+    for shard, sharded in ((fully_shard, model), (stock_fully_shard, stock)):
+        for block in sharded.blocks:
+            shard(block, mesh=mesh, mp_policy=inner)
+        shard(sharded, mesh=mesh, mp_policy=outer)
+    tokens = mine(tokens_of(0, dist.get_world_size()))
+    output = model(tokens[:, :-1])
+    assert output.dtype == torch.float32
+    loss, expected = gpt_loss(model, tokens), gpt_loss(stock, tokens)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=0)
+    loss.backward()
+    expected.backward()
+    stock_parameters = dict(stock.named_parameters())
+    largest = 0.0
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        torch.testing.assert_close(
+            full(parameter.grad), full(stock_parameters[name].grad), rtol=1e-5, atol=1e-7
+        )
+        largest = max(largest, full(parameter.grad).abs().max().item())
+    return largest
+
+
+def test_mixed_precision_computes_in_bf16_and_keeps_fp32_shards():
+    assert all(math.isfinite(largest) and largest > 0 for largest in run_ranks(3, mixed_precision))
+
+
+# --------------------------------------------------------------------------------------- errors
+
+
+class FailsOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.fail = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fail:
+            raise ArithmeticError("on purpose")
+        return self.layer(x)
+
+
+def forward_that_raises() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), FailsOnce())
+    reference = copy.deepcopy(model)
+    mesh = mesh_1d()
+    fully_shard(model[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(dist.get_world_size(), 3)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        model(x)
+    assert isinstance(model[1].layer.weight, DTensor) and isinstance(model[0].weight, DTensor)
+    model[1].fail = reference[1].fail = False
+    reference(x).square().mean().backward()
+    model(mine(x)).square().mean().backward()
+    assert_same_gradients(model, reference)
+
+
+def test_a_forward_that_raises_leaves_the_model_usable():
+    run_ranks(3, forward_that_raises)
+
+
+def changed_between_forward_and_backward() -> None:
+    model = shard_gpt(make_gpt(), mesh_1d())
+    loss = gpt_loss(model, mine(tokens_of(0, dist.get_world_size())))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    with pytest.raises(RuntimeError, match=r"One of the parameters \['.*changed in place between"):
+        loss.backward()
+
+
+def test_changing_parameters_before_backward_is_noticed():
+    run_ranks(3, changed_between_forward_and_backward)
+
+
+def errors() -> None:
+    mesh = mesh_1d()
+    model = make_gpt()
+    with pytest.raises(ValueError, match="ModuleList has no forward"):
+        fully_shard(model.blocks, mesh=mesh)
+    shard_gpt(model, mesh)
+    with pytest.raises(ValueError, match="already applied to this FSDPGPT"):
+        fully_shard(model, mesh=mesh)
+    with pytest.raises(NotImplementedError, match="1-D mesh, got mesh dims"):
+        fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1, dist.get_world_size())))
+    scalar = nn.Linear(2, 2)
+    scalar.temperature = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"temperature has the 0-D shape \(\)"):
+        fully_shard(scalar, mesh=mesh)
+    stock = stock_fully_shard(nn.Linear(4, 2), mesh=mesh)
+    with pytest.raises(NotImplementedError, match=r"weight is already a DTensor placed \(Shard"):
+        fully_shard(nn.Sequential(stock), mesh=mesh)
+    with pytest.raises(NotImplementedError, match="1 is a LSTM"):
+        fully_shard(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), mesh=mesh)
+
+
+def test_errors_say_what_is_wrong():
+    run_ranks(2, errors)
+
+
+def ignored_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    kept = model[1].weight
+    fully_shard(model, mesh=mesh_1d(), ignored_params=[kept])
+    assert model[1].weight is kept and type(kept) is nn.Parameter
+    assert isinstance(model[1].bias, DTensor)
+    model(torch.randn(2, 3)).sum().backward()
+    assert kept.grad is not None
+
+
+def test_ignored_parameters_stay_as_they_are():
+    run_ranks(2, ignored_parameters)

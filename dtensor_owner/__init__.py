@@ -1,6 +1,8 @@
 """Unpadded sharding and owner-computed Muon on top of the ``placements`` package."""
 
+from dtensor_owner.buffer import DBuffer
 from dtensor_owner.exchange import OwnerGatherPlan, OwnerScatterPlan
+from dtensor_owner.fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from dtensor_owner.layout import (
     GlobalLayout,
     PaddingReport,
@@ -18,8 +20,30 @@ from dtensor_owner.owners import (
     plan_owners,
     select_ge_2d_params,
 )
+from placements import (
+    BlockAtomic,
+    Owner,
+    Plan,
+    RowAtomic,
+    distribute_module,
+    distribute_tensor,
+    explain,
+    redistribute_group,
+)
 
 __all__ = [
+    "BlockAtomic",
+    "Owner",
+    "Plan",
+    "RowAtomic",
+    "distribute_module",
+    "distribute_tensor",
+    "explain",
+    "redistribute_group",
+    "DBuffer",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "fully_shard",
     "GroupOwnerLayout",
     "OwnerGatherPlan",
     "OwnerPlan",

@@ -39,10 +39,17 @@ LAYERS = [
     ["dtensor_owner.usage", "dtensor_owner.nested"],
     ["dtensor_owner.mesh_ranges", "dtensor_owner.packing", "dtensor_owner.layout"],
     ["dtensor_owner.owner_work", "dtensor_owner.owner_balance", "dtensor_owner.owners"],
-    ["dtensor_owner.newton_schulz", "dtensor_owner.mxfp8"],
+    ["dtensor_owner.newton_schulz", "dtensor_owner.mxfp8", "dtensor_owner.mxfp8_layout"],
     ["dtensor_owner.buffer", "dtensor_owner.quantized_buffer", "dtensor_owner.exchange"],
     ["dtensor_owner.gradients", "dtensor_owner.parameter_group", "dtensor_owner.unsharded"],
-    ["dtensor_owner.fully_shard", "dtensor_owner.muon_matrices", "dtensor_owner.muon"],
+    ["dtensor_owner.muon_matrices", "dtensor_owner.muon_plan", "dtensor_owner.muon_program"],
+    [
+        "dtensor_owner.muon_step",
+        "dtensor_owner.muon_compile",
+        "dtensor_owner.muon_prepare",
+        "dtensor_owner.muon_gradients",
+    ],
+    ["dtensor_owner.fully_shard", "dtensor_owner.muon"],
     ["dtensor_owner.checkpoint"],
     ["dtensor_owner.report"],
     ["dtensor_owner"],
@@ -63,6 +70,8 @@ STANDARD_LIBRARY_ONLY = {"placements.geometry"}
 
 # Private torch names, by the module that may use them; an empty prefix allows all.
 PRIVATE_TORCH = {
+    "dtensor_owner.muon_gradients": ("torch._foreach_",),
+    "dtensor_owner.muon_step": ("torch._foreach_",),
     "placements.torch_hooks": ("",),
     "placements.collectives": (
         "torch.distributed._functional_collectives",

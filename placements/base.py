@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any, SupportsIndex, cast
+from typing import Any
 
 from torch.distributed.tensor import Placement
 
@@ -36,9 +36,12 @@ def as_int(name: str, value: object, *, minimum: int) -> int:
 
     Bools are not numbers here.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}.")
-    number = operator.index(cast(SupportsIndex, value))
     if number < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {number}.")
     return number

@@ -109,10 +109,15 @@ def _done(result: Tensor) -> Pending:
     return pending
 
 
-def _to_wire(tensor: Tensor) -> Tensor:
-    if tensor.dtype in _WIRE_DTYPES:
-        return tensor
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes; a copy only where its last dim is not dense."""
+    if tensor.stride(-1) != 1:  # also one element with an odd stride, which counts as contiguous
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.view(torch.uint8)
+
+
+def _to_wire(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in _WIRE_DTYPES else as_bytes(tensor)
 
 
 def _split_at(counts: Sequence[int]) -> list[int]:

@@ -14,13 +14,14 @@ from placements.collectives import (
     DimGroup,
     all_gather_rows,
     all_reduce,
+    as_bytes,
     broadcast,
     exchange_flat,
     reduce_scatter_rows,
 )
 from placements.geometry import chunk_counts
 from placements.owner import Owner
-from placements.plan import Collective, Plan, Step, make_plan
+from placements.plan import Algorithm, Collective, Plan, Step, make_plan
 
 _EXCHANGED = (Collective.POINT_TO_POINT, Collective.ALL_GATHER, Collective.BROADCAST)
 
@@ -160,7 +161,9 @@ def _run_reduce(local: Tensor, step: Step, group: DimGroup) -> Tensor:
     """reduce_scatter of even chunks, then the chunks to the owner: no rank receives N tensors."""
     assert isinstance(step.target, Owner)
     counts = chunk_counts(local.numel(), group.size)
-    chunk = reduce_scatter_rows(local.reshape(-1), counts, _reduce_op(step), group)
+    chunk = reduce_scatter_rows(
+        local.reshape(-1), counts, _reduce_op(step), group, algorithm=Algorithm.STAGED
+    )
     owner = step.target.rank
     is_owner = group.coordinate == owner
     send = [chunk.numel() if c == owner and not is_owner else 0 for c in range(group.size)]
@@ -215,22 +218,22 @@ def _exchange(locals_: list[Tensor], steps: list[Step], group: DimGroup) -> list
     """Carry the transfers of many steps in one exchange, packed by peer, then step, then box."""
     me = group.coordinate
     # One dtype travels as it is; several share one buffer of bytes.
-    as_bytes = len({local.dtype for local in locals_}) > 1
+    mixed = len({local.dtype for local in locals_}) > 1
     send: list[Tensor] = []
     send_numels, recv_numels = [0] * group.size, [0] * group.size
     for peer in range(group.size):
         for local, step in zip(locals_, steps, strict=True):
-            unit = local.dtype.itemsize if as_bytes else 1
+            unit = local.dtype.itemsize if mixed else 1
             for transfer in step.between(me, peer) if peer != me else ():
                 piece = _cut(local, transfer.box, step.source_boxes[me]).reshape(-1)
-                send.append(piece.view(torch.uint8) if as_bytes else piece)
+                send.append(as_bytes(piece) if mixed else piece)
                 send_numels[peer] += piece.numel() * unit
             if peer != me:
                 recv_numels[peer] += sum(box_numel(t.box) for t in step.between(peer, me)) * unit
-    dtype = torch.uint8 if as_bytes else locals_[0].dtype
+    dtype = torch.uint8 if mixed else locals_[0].dtype
     flat = torch.cat(send) if send else torch.empty(0, dtype=dtype, device=locals_[0].device)
     received = exchange_flat(flat, send_numels, recv_numels, group)
-    return _unpack(received, recv_numels, locals_, steps, group, as_bytes)
+    return _unpack(received, recv_numels, locals_, steps, group, mixed)
 
 
 def _unpack(
@@ -239,25 +242,29 @@ def _unpack(
     locals_: list[Tensor],
     steps: list[Step],
     group: DimGroup,
-    as_bytes: bool,
+    mixed: bool,
 ) -> list[Tensor]:
     me = group.coordinate
     pieces: list[list[tuple[Box, Tensor]]] = [[] for _ in steps]
     position = 0
     for peer in range(group.size):
-        for index, (local, step) in enumerate(zip(locals_, steps, strict=True)):
-            if peer == me:
-                for transfer in step.between(me, me):
-                    kept = _cut(local, transfer.box, step.source_boxes[me])
-                    pieces[index].append((transfer.box, kept))
-                continue
+        for found, local, step in zip(pieces, locals_, steps, strict=True):
             for transfer in step.between(peer, me):
-                numel = box_numel(transfer.box) * (local.dtype.itemsize if as_bytes else 1)
-                piece = received[position : position + numel]
-                position += numel
-                if as_bytes:  # a fresh tensor is aligned for any dtype
-                    piece = piece.clone().view(local.dtype)
-                pieces[index].append((transfer.box, piece.view(box_shape(transfer.box))))
+                if peer == me:
+                    piece = _cut(local, transfer.box, step.source_boxes[me])
+                    is_shared = True
+                else:
+                    numel = box_numel(transfer.box) * (local.dtype.itemsize if mixed else 1)
+                    piece = received[position : position + numel]
+                    position += numel
+                    is_shared = numel < received.numel()
+                    if mixed:  # a fresh tensor is aligned for any dtype
+                        piece, is_shared = piece.clone().view(local.dtype), False
+                    piece = piece.view(box_shape(transfer.box))
+                if is_shared and transfer.box == step.target_boxes[me]:
+                    # Alone in its result, it would be a view of the input or of other results.
+                    piece = piece.clone(memory_format=torch.contiguous_format)
+                found.append((transfer.box, piece))
     assert position == sum(recv_numels)
     return [
         _join(step.target_boxes[me], found, local)
@@ -272,7 +279,7 @@ def _join(box: Box | None, pieces: list[tuple[Box, Tensor]], like: Tensor) -> Te
     if not pieces:
         return like.new_empty(box_shape(box))
     if len(pieces) == 1:
-        return pieces[0][1].clone(memory_format=torch.contiguous_format)
+        return pieces[0][1]
     first, second = pieces[0][0], pieces[1][0]
     dim = next(d for d in range(len(box)) if first[d] != second[d])
     ordered = sorted(pieces, key=lambda piece: piece[0][dim])

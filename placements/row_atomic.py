@@ -101,7 +101,7 @@ def _as_table(rows: Iterable) -> RowTable | tuple[RowTable, ...]:
     table = tuple(rows)
     if not table:
         raise ValueError("rows is empty: give one count per rank, or None for balanced rows.")
-    if any(isinstance(count, (tuple, list)) for count in table):
+    if any(isinstance(count, Iterable) for count in table):
         return tuple(_flat_table(counts) for counts in table)
     return _flat_table(table)
 

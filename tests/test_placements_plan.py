@@ -221,7 +221,33 @@ def check_bytes(step: Step) -> None:
 @quick
 @given(cases(count=2, partial=True))
 def test_every_plan_carries_every_element_once(case: tuple) -> None:
-    shape, mesh, source, target = case
+    check_plan(*case)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ((Shard(1), RowAtomic()), (RowAtomic((4, 1)), Shard(1))),
+        ((Shard(1), RowAtomic()), (Shard(1), Shard(1))),
+        ((Shard(1), Shard(1)), (Owner(1), Shard(1))),
+        ((RowAtomic(), RowAtomic()), (Shard(1), RowAtomic((3, 2)))),
+        ((RowAtomic(((1, 2), (1, 1))), RowAtomic((3, 2))), (RowAtomic(), RowAtomic())),
+        ((RowAtomic(((1, 2), (1, 1))), RowAtomic((3, 2))), (Shard(0), Shard(0))),
+        ((Partial(), RowAtomic()), (RowAtomic(), Owner(1))),
+        ((Owner(1), Owner(0)), (Owner(0), Owner(1))),
+    ],
+    ids=str,
+)
+def test_chains_of_splits_change_places(pair: tuple) -> None:
+    check_plan((5, 5), (2, 2), *pair)
+
+
+def check_plan(
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+) -> None:
     if not legal(shape, mesh, source, target):
         return
     plans = {c: make_plan(shape, 4, mesh, source, target, c) for c in coordinates(mesh)}

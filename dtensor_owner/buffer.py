@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from dtensor_owner.layout import GlobalLayout, ShardLayout, build_row_atomic_layout
-from dtensor_owner.mesh_ranges import Range, mesh_sizes, sharded_mesh_dims
+from dtensor_owner.mesh_ranges import Range, sharded_mesh_dims
 from placements.collectives import DimGroup, all_gather_rows, all_reduce, reduce_scatter_rows
 from placements.row_atomic import RowAtomic
 
@@ -227,10 +227,10 @@ class DBuffer:
         placements = list(self.placements)
         placements[mesh_dim] = target
         if isinstance(source, RowAtomic) and isinstance(target, Replicate):
-            counts = self._counts(mesh_dim, self.placements)
+            counts = self.layout.get_peer_numels(self.mesh, self.placements, mesh_dim)
             local = all_gather_rows(self.local_buffer, counts, DimGroup.of(self.mesh, mesh_dim))
         elif isinstance(source, Partial) and isinstance(target, RowAtomic):
-            counts = self._counts(mesh_dim, placements)
+            counts = self.layout.get_peer_numels(self.mesh, placements, mesh_dim)
             group = DimGroup.of(self.mesh, mesh_dim)
             if group.size == 1:  # reduce_scatter_rows would copy
                 local = self.local_buffer
@@ -248,15 +248,6 @@ class DBuffer:
                 "to Replicate first, or write the values wanted."
             )
         return self._with(local, placements)
-
-    def _counts(self, mesh_dim: int, placements: Sequence[Placement]) -> list[int]:
-        """Elements each peer along ``mesh_dim`` holds under ``placements``."""
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None  # get_local_range has checked it
-        peers = [list(coordinate) for _ in range(mesh_sizes(self.mesh)[mesh_dim])]
-        for c, peer in enumerate(peers):
-            peer[mesh_dim] = c
-        return [self.layout.get_rank_range(self.mesh, placements, peer).numel for peer in peers]
 
     def __repr__(self) -> str:
         return (

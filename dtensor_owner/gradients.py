@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dtensor_owner.layout import GlobalLayout
+from placements.plan import Algorithm, choose_algorithm
 
 
 class _Chunk(NamedTuple):
@@ -29,20 +30,27 @@ class GradientPacking:
     other ranks did not take. The flags tell every rank whether any rank had one, in the same
     collective that sums the gradients: a parameter is then updated on all ranks or on none.
 
+    Segments are filled up to equal size where the collective would do that anyway
+    (``Algorithm.STAGED``), which saves it a copy of all gradients.
+
     Args:
         layout: The parameters' layout, with one segment per rank that keeps a different part.
     """
 
     def __init__(self, layout: GlobalLayout) -> None:
         self.num_tensors = len(layout.tensor_shapes)
+        numels = [segment.numel + self.num_tensors for segment in layout.segments]
+        staged = choose_algorithm(numels) is Algorithm.STAGED
         self._chunks: list[_Chunk] = []
         segment_starts = [0]
-        for pieces in layout.contents():
+        for pieces, numel in zip(layout.contents(), numels, strict=True):
             for i, (start, stop) in pieces:
                 offset = start if i is None else layout.tensor_to_offset[i]
                 self._chunks.append(_Chunk(i, start - offset, stop - offset))
             self._chunks.append(_Chunk(None, 0, self.num_tensors, flags=True))
-            segment_starts.append(sum(c.stop - c.start for c in self._chunks))
+            if staged and numel < max(numels):
+                self._chunks.append(_Chunk(None, 0, max(numels) - numel))
+            segment_starts.append(segment_starts[-1] + (max(numels) if staged else numel))
         sizes = [chunk.stop - chunk.start for chunk in self._chunks]
         offsets = list(accumulate(sizes, initial=0))
         #: The packed tensor as a layout of 1-D tensors, one per chunk.
@@ -83,18 +91,21 @@ class GradientPacking:
                 parts.append(flat[i][start:stop])
         return torch.cat(parts)
 
-    def split(self, local: Tensor, used_here: Sequence[bool]) -> tuple[Tensor, list[bool]]:
+    def split(
+        self, local: Tensor, numel: int, used_here: Sequence[bool]
+    ) -> tuple[Tensor, list[bool]]:
         """Take this rank's reduced part apart.
 
         Args:
             local: This rank's segment of the packed gradients, reduced over the ranks.
+            numel: Elements of this rank's segment in the parameters' layout.
             used_here: Which parameters got a gradient on this rank.
 
         Returns:
             The gradients in the parameters' layout, and which parameters got one on any rank.
         """
-        numel = local.numel() - self.num_tensors
         used = list(used_here)
         if not all(used):  # reading flags waits for the device, so only where it can matter
-            used = [here or flag > 0 for here, flag in zip(used, local[numel:].tolist())]
+            flags = local[numel : numel + self.num_tensors].tolist()
+            used = [here or flag > 0 for here, flag in zip(used, flags)]
         return local[:numel], used

@@ -226,12 +226,23 @@ class GlobalLayout:
     def _placement(self, rows: tuple[int, ...]) -> RowAtomic | BlockAtomic:
         return RowAtomic(rows) if self.block_size == 1 else BlockAtomic(self.block_size, rows)
 
+    @cached_property
+    def _known(self) -> dict[Any, Any]:
+        """Answers that cost time in proportion to the ranks and are asked for at every step."""
+        return {}
+
     def tensor_placements(self, i: int, mesh: Any, placements: Sequence[Any]) -> tuple[Any, ...]:
         """Placements of tensor ``i`` when the buffer lies on ``mesh`` by ``placements``.
 
         Raises:
             NotImplementedError: More than one mesh dimension is sharded.
         """
+        key = (i, mesh_sizes(mesh), tuple(placements))
+        if key not in self._known:
+            self._known[key] = self._tensor_placements(i, mesh, placements)
+        return self._known[key]
+
+    def _tensor_placements(self, i: int, mesh: Any, placements: Sequence[Any]) -> tuple[Any, ...]:
         sharded = sharded_mesh_dims(placements)
         if len(sharded) > 1:
             raise NotImplementedError(
@@ -270,10 +281,21 @@ class GlobalLayout:
 
     def get_local_range(self, mesh: Any, placements: Sequence[Any]) -> Range:
         """Elements that this rank of a ``DeviceMesh`` holds."""
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            raise ValueError(f"This rank is not part of {mesh}: it holds no range of the layout.")
-        return self.get_rank_range(mesh, placements, tuple(coordinate))
+        return self.get_rank_range(mesh, placements, _own_coordinate(mesh))
+
+    def get_peer_numels(
+        self, mesh: Any, placements: Sequence[Any], mesh_dim: int
+    ) -> tuple[int, ...]:
+        """Elements each rank along ``mesh_dim`` holds that differs from this one only there."""
+        coordinate = _own_coordinate(mesh)
+        key = (mesh_dim, mesh_sizes(mesh), tuple(placements), coordinate)
+        if key not in self._known:
+            before, after = coordinate[:mesh_dim], coordinate[mesh_dim + 1 :]
+            self._known[key] = tuple(
+                self.get_rank_range(mesh, placements, (*before, c, *after)).numel
+                for c in range(mesh_sizes(mesh)[mesh_dim])
+            )
+        return self._known[key]
 
     def padding_report(self, *, itemsize: int = 4) -> PaddingReport:
         """Count payload, padding and bytes per rank, for elements of ``itemsize`` bytes."""
@@ -380,6 +402,13 @@ def build_row_atomic_layout(
     layout = GlobalLayout(tensor_shapes, tuple(offsets), boundaries, size, block_size)
     layout.validate_for_row_atomic()
     return layout
+
+
+def _own_coordinate(mesh: Any) -> tuple[int, ...]:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"This rank is not part of {mesh}: it holds no range of the layout.")
+    return tuple(coordinate)
 
 
 def _check_shape(i: int, shape: Shape) -> None:

@@ -217,7 +217,7 @@ class ParameterGroup:
             self.placements
         )
         used_here = [gradient is not None for gradient in gradients]
-        local, used = self._packing.split(reduced.local_buffer, used_here)
+        local, used = self._packing.split(reduced.local_buffer, self.buffer.range.numel, used_here)
         local = local.to(self.buffer.dtype)
         buffer = DBuffer.from_local(local, self.mesh, self.placements, self.layout)
         return [buffer.get_dtensor(i) if used[i] else None for i in range(len(self.parameters))]

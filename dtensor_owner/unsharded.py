@@ -137,7 +137,6 @@ class _SavedWeight(NamedTuple):
     offset: int
 
 
-@torch.compiler.disable
 def _pack(tensor: Tensor) -> Tensor | _SavedWeight:
     if type(tensor) not in (Tensor, nn.Parameter):
         return tensor
@@ -147,7 +146,6 @@ def _pack(tensor: Tensor) -> Tensor | _SavedWeight:
     return _SavedWeight(use, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-@torch.compiler.disable
 def _unpack(saved: Tensor | _SavedWeight) -> Tensor:
     if isinstance(saved, Tensor):
         return saved

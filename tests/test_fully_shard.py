@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 from dtensor_owner.fully_shard import fully_shard
@@ -337,3 +338,26 @@ def retained_graph() -> None:
 
 def test_backward_twice_through_a_retained_graph():
     run_ranks(3, retained_graph)
+
+
+def on_a_part_of_the_ranks(members: list[list[int]]) -> bool:
+    mesh = DeviceMesh("cpu", members, mesh_dim_names=("other", "shard"))["shard"]
+    if mesh.get_coordinate() is None:
+        return False
+    model = make_gpt()
+    reference = copy.deepcopy(model)
+    shard_gpt(model, mesh)
+    tokens = tokens_of(0, mesh.size())
+    assert_same_parameters(model, reference, rtol=0, atol=0)
+    gpt_loss(reference, tokens).backward()
+    gpt_loss(model, tokens.chunk(mesh.size())[mesh.get_local_rank()]).backward()
+    assert_same_gradients(model, reference)
+    return True
+
+
+@pytest.mark.parametrize(
+    "members", [[[2, 3]], [[1, 3]], [[3, 0, 2]], [[0, 2], [1, 3]], [[3, 1], [2, 0]]]
+)
+def test_coordinates_on_the_mesh_are_not_global_ranks(members):
+    taken_part = run_ranks(4, on_a_part_of_the_ranks, members)
+    assert taken_part == [any(rank in row for row in members) for rank in range(4)]

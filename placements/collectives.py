@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,13 +89,19 @@ def _dim_group(mesh: DeviceMesh, mesh_dim: int, group: dist.ProcessGroup) -> Dim
 class Pending:
     """A result on its way: ``wait()`` returns it, on any number of calls."""
 
-    def __init__(self, raw: Tensor, finish: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, raw: Tensor | list[Tensor], finish: Callable[[Any], Tensor]) -> None:
         self._raw, self._finish = raw, finish
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self._result is None:
-            self._result = self._finish(_ops.wait_tensor(self._raw))
+            raw = self._raw
+            arrived = (
+                [_ops.wait_tensor(part) for part in raw]
+                if isinstance(raw, list)
+                else _ops.wait_tensor(raw)
+            )
+            self._result = self._finish(arrived)
         return self._result
 
     def then(self, finish: Callable[[Tensor], Tensor]) -> Pending:
@@ -261,20 +268,19 @@ def all_gather_rows_async(
 
 
 def _all_gather_uneven(local: Tensor, counts: tuple[int, ...], group: DimGroup) -> Pending:
-    row_shape = local.shape[1:]
-    row_numel = row_shape.numel()
-    flat = local.reshape(-1)
-    me = group.coordinate
-    send_numels = [0 if c == me else flat.numel() for c in range(group.size)]
-    recv_numels = [0 if c == me else rows * row_numel for c, rows in enumerate(counts)]
-    pending = exchange_flat_async(flat.repeat(group.size - 1), send_numels, recv_numels, group)
-    before = sum(recv_numels[:me])
+    """Every rank with rows broadcasts them into place: exact bytes, no staging buffer.
 
-    def finish(received: Tensor) -> Tensor:
-        full = torch.cat([received[:before], flat, received[before:]])
-        return full.view(sum(counts), *row_shape)
-
-    return pending.then(finish)
+    An uneven list all_gather of NCCL is the same; gloo has none.
+    """
+    full = local.new_empty((sum(counts), *local.shape[1:]))
+    parts = full.split(list(counts))
+    parts[group.coordinate].copy_(local.detach())
+    raws = [
+        _ops.broadcast_(_to_wire(part), group_rank, group.name)
+        for part, group_rank in zip(parts, group.order, strict=True)
+        if part.shape[0]
+    ]
+    return Pending(raws, lambda _: full)
 
 
 # ---------------------------------------------------------------------- reduce_scatter

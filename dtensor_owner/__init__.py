@@ -9,6 +9,8 @@ from dtensor_owner.layout import (
     ShardLayout,
     build_row_atomic_layout,
 )
+from dtensor_owner.mxfp8 import MXFP8Tensor
+from dtensor_owner.mxfp8_weights import MXFP8Policy
 from dtensor_owner.newton_schulz import newton_schulz
 from dtensor_owner.owners import (
     GroupOwnerLayout,
@@ -20,6 +22,7 @@ from dtensor_owner.owners import (
     plan_owners,
     select_ge_2d_params,
 )
+from dtensor_owner.quantized_buffer import QuantizedDBuffer
 from placements import (
     BlockAtomic,
     Owner,
@@ -43,6 +46,9 @@ __all__ = [
     "DBuffer",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "MXFP8Policy",
+    "MXFP8Tensor",
+    "QuantizedDBuffer",
     "fully_shard",
     "GroupOwnerLayout",
     "OwnerGatherPlan",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
@@ -15,6 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from dtensor_owner.layout import ShardLayout
+from dtensor_owner.mxfp8 import BLOCK
+from dtensor_owner.mxfp8_weights import MXFP8Policy
 from dtensor_owner.nested import map_tensors, tensors_in
 from dtensor_owner.parameter_group import ManagedParameter, ParameterGroup
 from dtensor_owner.unsharded import GroupUse, weights_not_saved
@@ -32,6 +34,11 @@ class FSDPModule:
         """The groups that one call of ``fully_shard`` made, by dtype and ``requires_grad``."""
         return self._fully_shard_state.groups
 
+    @property
+    def not_quantized(self) -> Mapping[str, str]:
+        """Parameters that ``mxfp8`` was asked for and left in an ordinary group, and why."""
+        return self._fully_shard_state.not_quantized
+
 
 def fully_shard(
     module: nn.Module,
@@ -42,6 +49,7 @@ def fully_shard(
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  a frozen value
     ignored_params: Iterable[nn.Parameter] | None = None,
+    mxfp8: MXFP8Policy | None = None,
 ) -> nn.Module:
     """Shard a module's parameters over a mesh; gather them around its forward and backward.
 
@@ -60,34 +68,42 @@ def fully_shard(
             backward; otherwise they are kept in between.
         mp_policy: Dtypes of compute and reduction (``torch.distributed.fsdp``'s own class).
         ignored_params: Parameters left as they are.
+        mxfp8: Gather weights in MXFP8; needs ``block_size=32``. Parameters that cannot be
+            quantized (norms, biases, dims that are not multiples of 32) get a group of their
+            own, with ``block_size`` 1, and ``not_quantized`` tells why.
 
     Returns:
         ``module``.
 
     Raises:
         ValueError: It is sharded already, has no forward, or has parameters of no rows, on a device
-            other than the mesh's, or shared with a module that was sharded before.
+            other than the mesh's, or shared with a module that was sharded before. ``mxfp8`` with
+            a ``block_size`` that is not a multiple of 32.
         NotImplementedError: The mesh has several dims, or a parameter cannot be sharded.
     """
     _check_module(module, mesh)
     managed = _managed_parameters(module, ignored_params or ())
     _check_parameters(managed, mesh)
+    not_quantized = _not_quantized(managed, mxfp8, block_size)
     groups: dict[Any, list[ManagedParameter]] = {}
     for m in managed:
-        groups.setdefault((m.parameter.dtype, m.parameter.requires_grad), []).append(m)
+        quantize = mxfp8 is not None and m.name not in not_quantized
+        groups.setdefault((m.parameter.dtype, m.parameter.requires_grad, quantize), []).append(m)
     state = ModuleState(
         [
             ParameterGroup(
                 members,
                 mesh,
                 shard_layout=shard_layout,
-                block_size=block_size,
+                block_size=block_size if quantize or mxfp8 is None else 1,
                 mp_policy=mp_policy,
+                mxfp8=quantize,
             )
-            for members in groups.values()
+            for (_, _, quantize), members in groups.items()
         ],
         keep=not reshard_after_forward,
         mp_policy=mp_policy,
+        not_quantized=not_quantized,
     )
     for m in managed:
         setattr(m.parameter, _SHARDED_AS, f"{m.name} of {type(module).__name__}")
@@ -174,9 +190,15 @@ class ModuleState:
     """The groups of one sharded module, and what its hooks do."""
 
     def __init__(
-        self, groups: list[ParameterGroup], *, keep: bool, mp_policy: MixedPrecisionPolicy
+        self,
+        groups: list[ParameterGroup],
+        *,
+        keep: bool,
+        mp_policy: MixedPrecisionPolicy,
+        not_quantized: Mapping[str, str],
     ) -> None:
         self.groups = groups
+        self.not_quantized = not_quantized
         self.keep = keep
         self.backward_call: weakref.ref[ModuleCall] | None = None
         self._policy = mp_policy
@@ -278,6 +300,21 @@ def _managed_parameters(
             )
             entry.owners.append((owner, name))
     return list(managed.values())
+
+
+def _not_quantized(
+    managed: Sequence[ManagedParameter], policy: MXFP8Policy | None, block_size: int
+) -> dict[str, str]:
+    """Names of the parameters that MXFP8 is not for, with the reasons."""
+    if policy is None:
+        return {}
+    if block_size % BLOCK:
+        raise ValueError(
+            f"mxfp8 needs blocks of {BLOCK} rows to stay on one rank, got block_size={block_size}: "
+            f"pass block_size={BLOCK}."
+        )
+    reasons = {m.name: policy.reason_against(m.name, m.parameter) for m in managed}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _own_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -22,7 +22,9 @@ _MAX_DATA = 448.0  # largest E4M3 number, 1.75 * 2**8
 _MAX_DATA_EXPONENT = 8
 _NAN_DATA, _NAN_SCALE = 0x7F, 0xFF
 _FP32_MANTISSA_BITS = 23
-_QUANTIZED_FROM = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Dtypes that can be quantized without rounding twice.
+QUANTIZED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +79,7 @@ def quantize_columnwise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check(x: Tensor, *, divided_dims: Sequence[int]) -> None:
-    if x.dtype not in _QUANTIZED_FROM:
+    if x.dtype not in QUANTIZED_FROM:
         raise TypeError(
             f"MXFP8 is quantized from fp32, bf16 or fp16, got {x.dtype}: cast to fp32 first."
         )

@@ -15,6 +15,7 @@ from dtensor_owner.buffer import DBuffer
 from dtensor_owner.gradients import GradientPacking
 from dtensor_owner.layout import ShardLayout, build_row_atomic_layout
 from dtensor_owner.mesh_ranges import mesh_sizes
+from dtensor_owner.mxfp8_weights import MXFP8Gather
 from placements.row_atomic import RowAtomic
 
 
@@ -40,6 +41,7 @@ class ParameterGroup:
         shard_layout: Padded or not.
         block_size: Rows that stay together.
         mp_policy: Dtypes of gathers and reductions; None means the parameters' own.
+        mxfp8: Gather the weights as MXFP8 planes; all parameters must be fit for it.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ParameterGroup:
         shard_layout: ShardLayout,
         block_size: int,
         mp_policy: MixedPrecisionPolicy,
+        mxfp8: bool = False,
     ) -> None:
         self.names = [m.name for m in managed]
         self._owners = [m.owners for m in managed]
@@ -64,6 +67,7 @@ class ParameterGroup:
         self.buffer = DBuffer.distribute_tensors(
             [m.parameter for m in managed], mesh, self.placements, layout=self.layout
         )
+        self.mxfp8 = MXFP8Gather(self.layout, self.names) if mxfp8 else None
         self._policy = mp_policy
         self._packing = GradientPacking(self.layout)
         self._shown: dict[int, Sequence[Tensor]] = {}
@@ -159,6 +163,8 @@ class ParameterGroup:
 
     def gather(self) -> Tensor:
         """All weights in one flat tensor of the compute dtype; every rank must call it."""
+        if self.mxfp8 is not None:
+            return self.mxfp8(self.buffer, self.compute_dtype).local_buffer
         replicated = [Replicate()] * self.mesh.ndim
         return self.buffer.cast(self.compute_dtype).redistribute(replicated).local_buffer
 

@@ -41,10 +41,10 @@ class QuantizedDBuffer:
     Args:
         mesh: The device mesh.
         placements: One per mesh dim, as of a ``DBuffer``.
-        layout: Layout of the tensors, with ``block_size`` 32 (or a multiple).
+        layout: Layout of the tensors, with ``block_size`` 32 (or a multiple), or the plane
+            layouts derived from one.
         device: Of the local buffers, which are allocated and not filled.
         directions: Which blocks to hold.
-        names: What errors call the tensors; by default their numbers.
 
     Raises:
         ValueError: A tensor is not 2-D with both dims multiples of 32, the layout may cut a block
@@ -55,13 +55,12 @@ class QuantizedDBuffer:
         self,
         mesh: DeviceMesh,
         placements: Sequence[Placement],
-        layout: GlobalLayout,
+        layout: GlobalLayout | MXFP8Layout,
         device: torch.device | str,
         *,
         directions: Sequence[Direction] = DIRECTIONS,
-        names: Sequence[str] | None = None,
     ) -> None:
-        layouts = MXFP8Layout(layout, None if names is None else tuple(names))
+        layouts = layout if isinstance(layout, MXFP8Layout) else MXFP8Layout(layout)
         planes = {
             name: DBuffer(mesh, placements, plane_layout, torch.uint8, device)
             for direction in _checked_directions(directions)

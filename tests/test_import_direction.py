@@ -40,7 +40,8 @@ LAYERS = [
     ["dtensor_owner.mesh_ranges", "dtensor_owner.packing", "dtensor_owner.layout"],
     ["dtensor_owner.owner_work", "dtensor_owner.owner_balance", "dtensor_owner.owners"],
     ["dtensor_owner.newton_schulz", "dtensor_owner.mxfp8", "dtensor_owner.mxfp8_layout"],
-    ["dtensor_owner.buffer", "dtensor_owner.quantized_buffer", "dtensor_owner.exchange"],
+    ["dtensor_owner.buffer", "dtensor_owner.quantized_buffer", "dtensor_owner.mxfp8_weights"],
+    ["dtensor_owner.exchange"],
     ["dtensor_owner.gradients", "dtensor_owner.parameter_group", "dtensor_owner.unsharded"],
     ["dtensor_owner.muon_matrices", "dtensor_owner.muon_plan", "dtensor_owner.muon_program"],
     [
@@ -51,6 +52,7 @@ LAYERS = [
     ],
     ["dtensor_owner.fully_shard", "dtensor_owner.muon"],
     ["dtensor_owner.checkpoint"],
+    ["dtensor_owner.tables", "dtensor_owner.mxfp8_report"],
     ["dtensor_owner.report"],
     ["dtensor_owner"],
     ["dtensor_owner.train.config"],

@@ -1,0 +1,66 @@
+"""MXFP8 weights of a parameter group: which parameters take part, and how they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dtensor_owner.buffer import DBuffer
+from dtensor_owner.layout import GlobalLayout
+from dtensor_owner.mxfp8 import BLOCK, QUANTIZED_FROM
+from dtensor_owner.mxfp8_layout import MXFP8Layout
+from dtensor_owner.quantized_buffer import QuantizedDBuffer
+
+
+@dataclass(frozen=True)
+class MXFP8Policy:
+    """How ``fully_shard`` gathers weights in MXFP8.
+
+    Parameters stay in their own dtype at rest; before a gather each rank quantizes its shards
+    along rows, and products use the gathered values, dequantized to the compute dtype. Forward
+    and backward see the same weights, and gradients pass the quantization unchanged ("straight
+    through"): they are those of the dequantized weights, applied to the parameters.
+
+    Args:
+        eligible_fn: Takes the name and the parameter; False leaves it in an ordinary group.
+            By default every parameter that can be quantized is.
+    """
+
+    eligible_fn: Callable[[str, nn.Parameter], bool] | None = None
+
+    def reason_against(self, name: str, parameter: nn.Parameter) -> str | None:
+        """Why a parameter stays in an ordinary group; None if it is quantized."""
+        if parameter.dtype not in QUANTIZED_FROM:
+            return f"its dtype is {parameter.dtype}"
+        if parameter.ndim != 2:
+            return f"it has {parameter.ndim} dims, not 2"
+        if any(size % BLOCK for size in parameter.shape):
+            return f"its dims are not multiples of {BLOCK}"
+        if self.eligible_fn is not None and not self.eligible_fn(name, parameter):
+            return "eligible_fn says so"
+        return None
+
+
+class MXFP8Gather:
+    """Gathers the weights of one group as MXFP8 planes.
+
+    Args:
+        layout: The group's layout, with ``block_size`` 32 or a multiple.
+        names: Of the parameters, for errors.
+
+    Raises:
+        ValueError: A parameter cannot be quantized, or the layout may cut a block.
+    """
+
+    def __init__(self, layout: GlobalLayout, names: Sequence[str]) -> None:
+        self.layouts = MXFP8Layout(layout, tuple(names))
+
+    def __call__(self, master: DBuffer, dtype: torch.dtype) -> DBuffer:
+        """All weights, quantized, gathered and dequantized; every rank must call it."""
+        shards = QuantizedDBuffer(
+            master.mesh, master.placements, self.layouts, master.device, directions=["rowwise"]
+        )
+        return shards.quantize_from(master).all_gather().dequantize(dtype=dtype)

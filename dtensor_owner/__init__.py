@@ -9,6 +9,7 @@ from dtensor_owner.layout import (
     ShardLayout,
     build_row_atomic_layout,
 )
+from dtensor_owner.muon import Muon
 from dtensor_owner.mxfp8 import MXFP8Tensor
 from dtensor_owner.mxfp8_weights import MXFP8Policy
 from dtensor_owner.newton_schulz import newton_schulz
@@ -51,6 +52,7 @@ __all__ = [
     "QuantizedDBuffer",
     "fully_shard",
     "GroupOwnerLayout",
+    "Muon",
     "OwnerGatherPlan",
     "OwnerPlan",
     "OwnerScatterPlan",

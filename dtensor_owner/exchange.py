@@ -204,13 +204,13 @@ def agree(
             the first line that differs is named with its two versions.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    answers = _gathered((error, digest), group)
+    answers = gather_answers((error, digest), group)
     for rank, (fault, _) in enumerate(answers):
         if fault is not None:
             raise ValueError(f"{fault} (found on rank {_global_rank(group, rank)})")
     if all(answer == answers[0] for answer in answers):
         return
-    texts = _gathered(list(lines), group)
+    texts = gather_answers(list(lines), group)
     rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
     for here, there in zip_longest(texts[0], texts[rank], fillvalue="nothing"):
         if here != there:
@@ -222,7 +222,8 @@ def agree(
             )
 
 
-def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather_answers(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's value, by group rank; every rank of the group calls this."""
     answers = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, value, group=group)
     return answers

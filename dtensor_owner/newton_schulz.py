@@ -88,9 +88,9 @@ def as_schedule(
         raise ValueError(f"Newton-Schulz steps must be an int from 0 to 99, got {steps!r}.")
     triples: Sequence[Sequence[float]]
     if len(coefficients) == 3 and all(isinstance(x, (int, float)) for x in coefficients):
-        triples = [cast(Coefficients, coefficients)] * steps
+        triples = [cast("Coefficients", coefficients)] * steps
     else:
-        triples = cast(Sequence[Coefficients], coefficients)
+        triples = cast("Sequence[Coefficients]", coefficients)
     if any(not isinstance(t, (tuple, list)) or len(t) != 3 for t in triples):
         raise ValueError(
             "Newton-Schulz coefficients must be three numbers (a, b, c), or one such triple per "

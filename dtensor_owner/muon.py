@@ -1,0 +1,346 @@
+"""Muon on sharded parameters: every matrix is orthogonalized once, whole, by one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from dtensor_owner.muon_compile import compile_step
+from dtensor_owner.muon_gradients import agree_on_gradients
+from dtensor_owner.muon_matrices import matrices_of
+from dtensor_owner.muon_plan import StepPlan
+from dtensor_owner.muon_prepare import (
+    ADAMW,
+    MUON,
+    Prepared,
+    local_grad,
+    local_of,
+    prepare,
+    settings_of,
+)
+from dtensor_owner.muon_step import BucketWork, Number, Numbers, Shards, run_step
+from dtensor_owner.newton_schulz import QUINTIC, Coefficients
+
+ADAMW_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "fused": None,
+}
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest, in one optimizer.
+
+    Parameters may be plain tensors or DTensors placed by ``RowAtomic``, ``BlockAtomic``,
+    ``Owner``, ``Shard`` or ``Replicate``, in any mix. Momentum stays sharded where the parameter
+    is. A step advances the momentum on the shards, gathers each matrix to its owner, a rank
+    chosen once by ``plan_owners``'s rules, orthogonalizes there, and scatters the result back.
+    Names, defaults and results of the first nine arguments are those of ``torch.optim.Muon`` on
+    full matrices; beyond them Newton-Schulz is scale-free (see ``newton_schulz``).
+
+    A group is a Muon group unless it says ``algorithm="adamw"``; then it takes the options of
+    ``torch.optim.AdamW``, and torch's own AdamW updates its shards.
+
+    ``step()`` never changes ``.grad``. A parameter without a gradient on any rank is left alone,
+    without decay. ``docs/muon.md`` tells more.
+
+    Args:
+        params: Parameters, named parameters or groups of them, the same on every rank.
+        lr: Learning rate; a float or a 1-element tensor.
+        weight_decay: A weight loses ``lr * weight_decay`` of itself per step.
+        momentum: Weight of the old momentum; the gradient gets the rest.
+        nesterov: Look ahead along the new momentum.
+        ns_coefficients: ``(a, b, c)``, or one such triple per step.
+        eps: Lower bound of the norm in Newton-Schulz.
+        ns_steps: Newton-Schulz steps.
+        adjust_lr_fn: ``"original"`` (None): lr times ``sqrt(max(1, rows / cols))``;
+            ``"match_rms_adamw"``: lr times ``0.2 sqrt(max(rows, cols))``.
+        ns_dtype: Dtype of Newton-Schulz. With bfloat16 its inputs and results travel in
+            bfloat16, half the bytes for the same bits.
+        matrices: What a parameter of more than two dims is. ``"flatten"``: one matrix
+            ``(shape[0], rest)``; ``"stack"``: a 3-D one is a stack of ``shape[0]`` matrices.
+        split_rows: Rows of each of several matrices stacked along dim 0 of every parameter of
+            the group, e.g. ``(q, k, v)`` of a fused QKV weight; each is orthogonalized alone.
+        adamw: Defaults of AdamW groups.
+        owners: ``"holders"``: an owner holds some of its matrix, so that a matrix with one
+            holder does not move; ``"any"``: every rank may own, better balanced, more moves.
+        bucket_numel: Elements that one owner collects per exchange. Smaller buckets take less
+            memory and overlap better, larger ones batch more.
+        nonfinite: What to do when a gradient is inf or nan on any rank: ``"raise"``, ``"skip"``
+            the step (nothing changes on any rank), or ``"propagate"`` without looking.
+        compile: Compile the Muon part of the step into one graph (``fullgraph=True``). Changed
+            values of lr, weight decay and momentum do not compile anew.
+        backend: Backend for ``torch.compile``.
+
+    Raises:
+        ValueError: At construction, on all ranks: a 0-D or 1-D parameter in a Muon group, a
+            parameter given twice, options that do not fit, or ranks that do not agree.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Number = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients | tuple[Coefficients, ...] = QUINTIC,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        matrices: Literal["flatten", "stack"] = "flatten",
+        split_rows: tuple[int, ...] | None = None,
+        adamw: Mapping[str, Any] | None = None,
+        owners: Literal["holders", "any"] = "holders",
+        bucket_numel: int = 1 << 26,
+        nonfinite: Literal["raise", "skip", "propagate"] = "raise",
+        compile: bool = False,
+        backend: str = "inductor",
+    ) -> None:
+        defaults = {
+            "algorithm": MUON,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+            "matrices": matrices,
+            "split_rows": split_rows,
+        }
+        if owners not in ("holders", "any"):
+            raise ValueError(f'owners must be "holders" or "any", got {owners!r}.')
+        if nonfinite not in ("raise", "skip", "propagate"):
+            raise ValueError(
+                f'nonfinite must be "raise", "skip" or "propagate", got {nonfinite!r}.'
+            )
+        if bucket_numel < 1:
+            raise ValueError(f"bucket_numel must be >= 1, got {bucket_numel}.")
+        unknown = set(adamw or ()) - set(ADAMW_DEFAULTS)
+        if unknown:
+            raise ValueError(
+                f"adamw has unknown options {sorted(unknown)}; known: {sorted(ADAMW_DEFAULTS)}."
+            )
+        self._adamw_defaults = {"algorithm": ADAMW, **ADAMW_DEFAULTS, **(adamw or {})}
+        self._owners: Literal["holders", "any"] = owners
+        self._bucket_numel = bucket_numel
+        self._nonfinite = nonfinite
+        self._backend = backend if compile else None
+        self._prepared: Prepared | None = None
+        self._compiled: tuple[list[BucketWork], Callable[..., None]] | None = None
+        self._built = False
+        super().__init__(params, defaults)
+        self._built = True
+        self._ensure_prepared()
+
+    # ------------------------------------------------------------------ groups and state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; every rank adds the same one. See the class for what groups may say."""
+        algorithm = param_group.get("algorithm", MUON)
+        if algorithm not in (MUON, ADAMW):
+            raise ValueError(f'algorithm must be "muon" or "adamw", got {algorithm!r}.')
+        muon_defaults = self.defaults
+        if algorithm == ADAMW:
+            self.defaults = self._adamw_defaults
+        try:
+            super().add_param_group(param_group)
+        finally:
+            self.defaults = muon_defaults
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        for param in group["params"]:
+            self._init_state(param, group)
+        self._prepared = None
+        if self._built:  # the constructor adds its groups one by one and prepares once
+            self._ensure_prepared()
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        number = len(self.param_groups) - 1
+        params = group["params"]
+        if len({id(param) for param in params}) != len(params):
+            raise ValueError(f"Group {number} contains a parameter twice: give each one once.")
+        for key in ("lr", "weight_decay", "momentum", "eps"):
+            value = group.get(key, 0.0)
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"{key} of group {number} must have one element, got {value}.")
+            if not float(value) >= 0.0:
+                raise ValueError(f"{key} of group {number} must be >= 0, got {float(value)}.")
+        if group["algorithm"] == MUON:
+            settings_of(group)
+            names = group.get("param_names")
+            for position, param in enumerate(params):
+                name = names[position] if names else f"parameter {position} of group {number}"
+                options = {"view": group["matrices"], "split_rows": group["split_rows"]}
+                matrices_of(param, position, name, **options)
+
+    def _init_state(self, param: Tensor, group: Mapping[str, Any]) -> None:
+        """Create the state before it is needed: its keys are then the same on every rank."""
+        state = self.state[param]
+        if group["algorithm"] == MUON:
+            keys = ["momentum_buffer"]
+        else:
+            keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+            if "step" not in state:
+                device = param.device if group["fused"] else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        for key in keys:
+            if key not in state or state[key].device != param.device:
+                state[key] = torch.zeros_like(param, requires_grad=False)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state; a parameter that the state knows nothing of starts from zeros."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            defaults = self._adamw_defaults if group.get("algorithm") == ADAMW else self.defaults
+            for key, value in defaults.items():
+                group.setdefault(key, value)
+            for param in group["params"]:
+                self._init_state(param, group)
+        self._prepared = None
+
+    # ----------------------------------------------------------------------------- plans
+
+    @property
+    def plans(self) -> tuple[StepPlan, ...]:
+        """The step's plan for each mesh, and for plain tensors if there are any.
+
+        ``print(*optimizer.plans)`` shows owners, bytes and loads.
+        """
+        return tuple(self._ensure_prepared().plans.values())
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes that all ranks together send in a step, each way of the exchange."""
+        return sum(plan.num_bytes for plan in self.plans)
+
+    def _ensure_prepared(self) -> Prepared:
+        settings = [settings_of(g) if g["algorithm"] == MUON else None for g in self.param_groups]
+        if self._prepared is None or not self._prepared.is_current(settings):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self._init_state(param, group)
+            self._prepared = prepare(
+                self.param_groups, eligible=self._owners, bucket_numel=self._bucket_numel
+            )
+            self._compiled = None
+        return self._prepared
+
+    # ------------------------------------------------------------------------------ step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one step; every rank of the parameters' meshes calls this.
+
+        Raises:
+            RuntimeError: On every rank, before anything has changed: a parameter has a gradient
+                on some ranks only, or a gradient is not finite and ``nonfinite="raise"``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        prepared = self._ensure_prepared()
+        gradients = agree_on_gradients(
+            prepared.members, check_finite=self._nonfinite != "propagate"
+        )
+        if not gradients.finite:
+            if self._nonfinite == "skip":
+                return loss
+            raise RuntimeError(
+                "A gradient is inf or nan on at least one rank; nothing has been updated. Clip or "
+                'scale gradients, or build Muon with nonfinite="skip" to skip such steps.'
+            )
+        self._muon_step(prepared, gradients.present)
+        self._adamw_step(prepared, gradients.present)
+        return loss
+
+    def _muon_step(self, prepared: Prepared, present: tuple[bool, ...]) -> None:
+        works = prepared.works(present)
+        locals_of: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        for index, member in enumerate(prepared.members):
+            if member.algorithm == MUON and present[index]:
+                buffer = self.state[member.param]["momentum_buffer"]
+                locals_of[index] = (local_of(member.param), local_grad(member), local_of(buffer))
+        shards = [_shards(work, locals_of) for work in works]
+        if self._backend is None or not all(present):
+            numbers = [self._numbers(work, compiled=False) for work in works]
+            run_step(works, shards, numbers)
+            return
+        if self._compiled is None or self._compiled[0] is not works:
+            self._compiled = (works, compile_step(works, self._backend))
+        self._compiled[1](shards, [self._numbers(work, compiled=True) for work in works])
+
+    def _numbers(self, work: BucketWork, *, compiled: bool) -> Numbers:
+        group = self.param_groups[work.program.group]
+        lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
+        if compiled:
+            lr = torch.as_tensor(lr, dtype=torch.float64).reshape(())
+            return Numbers(lr, 1 - lr * decay, torch.as_tensor(momentum, dtype=torch.float64))
+        return Numbers(float(lr), 1 - float(lr) * decay, float(momentum))
+
+    def _adamw_step(self, prepared: Prepared, present: tuple[bool, ...]) -> None:
+        for number, group in enumerate(self.param_groups):
+            if group["algorithm"] != ADAMW:
+                continue
+            members = [
+                member
+                for member, there in zip(prepared.members, present)
+                if there and member.group == number
+            ]
+            states = [self.state[member.param] for member in members]
+            if not members:
+                continue
+
+            def local(key: str, states: list[Any] = states) -> list[Tensor]:
+                return [local_of(state[key]) for state in states]
+
+            adamw(
+                [local_of(member.param) for member in members],
+                [local_grad(member) for member in members],
+                local("exp_avg"),
+                local("exp_avg_sq"),
+                local("max_exp_avg_sq") if group["amsgrad"] else [],
+                [state["step"] for state in states],
+                foreach=group["foreach"],
+                fused=group["fused"],
+                has_complex=any(member.param.is_complex() for member in members),
+                amsgrad=group["amsgrad"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=group["maximize"],
+            )
+
+
+def _shards(work: BucketWork, locals_of: Mapping[int, tuple[Tensor, Tensor, Tensor]]) -> Shards:
+    params, grads, momenta = [], [], []
+    for index, (start, stop) in zip(work.params, work.program.local_rows):
+        param, grad, momentum = (
+            tensor if stop - start == tensor.shape[0] else tensor[start:stop]
+            for tensor in locals_of[index]
+        )
+        params.append(param)
+        grads.append(grad)
+        momenta.append(momentum)
+    return Shards(params, grads, momenta)

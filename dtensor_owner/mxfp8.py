@@ -107,7 +107,8 @@ def check_shape(shape: Sequence[int], name: str, *, divided_dims: Sequence[int] 
 
 def _quantize(blocks: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
     """Quantize fp32 blocks that lie along ``dim``, which the scales lack."""
-    bits = blocks.abs().amax(dim).view(torch.int32)
+    # Twice over the blocks is faster than through a tensor of absolute values.
+    bits = torch.maximum(blocks.amax(dim), -blocks.amin(dim)).view(torch.int32)
     exponent = (bits >> _FP32_MANTISSA_BITS) & 0xFF  # biased by 127, as E8M0 is; without the sign
     code = (exponent - _MAX_DATA_EXPONENT).clamp_(min=0)  # fp32 subnormals are far below the clamp
     # The reciprocal of the scale 2**(code - 127) in fp32: a normal number, as code <= 247.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtensor_owner.layout import GlobalLayout, ShardLayout, build_row_atomic_layout
+from dtensor_owner.muon_plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -57,27 +58,41 @@ class MatrixReport:
 
     Args:
         name: The parameter's name.
-        shape: The whole matrix.
+        shape: Rows and columns.
         rows: Rows that each rank holds.
         owner: The rank that orthogonalizes it.
-        cost: What that costs, in the plan's unit.
-        exchange_itemsize: Bytes of an element on its way to the owner and back.
+        cost: What that costs, in multiply-adds.
+        moved_bytes: What a step sends to the owner, and what it sends back.
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, int]
     rows: tuple[int, ...]
     owner: int
-    cost: float
-    exchange_itemsize: int
+    cost: int
+    moved_bytes: int
 
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes a step sends to the owner, plus those it sends back: all but the owner's own."""
-        row_numel = 1
-        for size in self.shape[1:]:
-            row_numel *= size
-        return 2 * (sum(self.rows) - self.rows[self.owner]) * row_numel * self.exchange_itemsize
+
+def matrix_reports(plan: StepPlan) -> list[MatrixReport]:
+    """The matrices of a Muon plan, in the plan's order."""
+    bucket_of = {index: bucket for bucket in plan.buckets for index in bucket.matrices}
+    reports = []
+    for index, matrix in enumerate(plan.matrices):
+        bucket = bucket_of[index]
+        there = plan.gather_numel(index) * bucket.gather_dtype.itemsize
+        back = plan.scatter_numel(index) * bucket.result_dtype.itemsize
+        columns = matrix.shape[1]
+        reports.append(
+            MatrixReport(
+                name=matrix.name,
+                shape=matrix.shape,
+                rows=tuple(numel // columns for numel in matrix.held_counts(plan.num_ranks)),
+                owner=plan.owners[index],
+                cost=plan.costs[index],
+                moved_bytes=there + back,
+            )
+        )
+    return reports
 
 
 @dataclass(frozen=True)
@@ -94,9 +109,9 @@ class PlanReport:
         return sum(matrix.moved_bytes for matrix in self.matrices)
 
     @property
-    def loads(self) -> list[float]:
-        """Newton-Schulz cost by rank."""
-        loads = [0.0] * self.world_size
+    def loads(self) -> list[int]:
+        """Newton-Schulz multiply-adds by rank."""
+        loads = [0] * self.world_size
         for matrix in self.matrices:
             loads[matrix.owner] += matrix.cost
         return loads

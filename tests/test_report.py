@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from expecttest import TestCase
 
 from dtensor_owner.layout import ShardLayout, build_row_atomic_layout
 from dtensor_owner.report import GroupReport, MatrixReport, PlanReport
 
-SHAPES = [(6, 4), (5, 8), (4,)]
+SHAPES: list[Any] = [(6, 4), (5, 8), (4,)]
 
 
 def _plan(shard_layout: ShardLayout = ShardLayout.UNPADDED) -> PlanReport:
     layout = build_row_atomic_layout(SHAPES, 3, shard_layout=shard_layout)
     matrices = [
-        MatrixReport(f"weight.{i}", layout.tensor_shapes[i], layout.rows(i), owner, cost, 4)
-        for i, owner, cost in ((0, 0, 100.0), (1, 2, 300.0))
+        MatrixReport("weight.0", SHAPES[0], layout.rows(0), owner=0, cost=100, moved_bytes=0),
+        MatrixReport("weight.1", SHAPES[1], layout.rows(1), owner=2, cost=300, moved_bytes=192),
     ]
     return PlanReport(
         3, [GroupReport("block", layout, 4), GroupReport("rest", layout, 2)], matrices
@@ -67,10 +68,9 @@ def test_numbers():
     assert numbers["payload_bytes"] == 68 * 4 + 68 * 2
     assert numbers["padding_bytes"] == 0
     assert sum(numbers["rank_bytes"]) == numbers["payload_bytes"]
-    # weight.0: 6 rows of 16 bytes; weight.1: 5 rows of 32 bytes; twice what the owner lacks
-    rows_0, rows_1 = plan.matrices[0].rows, plan.matrices[1].rows
-    assert numbers["step_bytes"] == 2 * ((6 - rows_0[0]) * 16 + (5 - rows_1[2]) * 32)
-    assert numbers["newton_schulz_loads"] == [100.0, 0.0, 300.0]
+    assert numbers["step_bytes"] == 192
+    assert numbers["owners"] == {"weight.0": 0, "weight.1": 2}
+    assert numbers["newton_schulz_loads"] == [100, 0, 300]
     assert numbers["newton_schulz_max_over_mean"] == 300 / (400 / 3)
 
 

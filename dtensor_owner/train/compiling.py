@@ -1,8 +1,6 @@
-"""The optimizer step as one compiled graph, by a backend that works on this machine."""
+"""Which backend compiles the optimizer step on this machine."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -11,43 +9,27 @@ from dtensor_owner.train.steps import Ranks
 INDUCTOR, WITHOUT_COMPILER = "inductor", "aot_eager"
 
 
-class CompiledStep:
-    """Steps all optimizers in one graph, compiled at the first call with ``fullgraph=True``.
+def choose_backend(ranks: Ranks) -> tuple[str, str]:
+    """Inductor, or where that does not work a backend that needs no C++ compiler.
 
-    Args:
-        optimizers: Stepped one after the other.
+    Every rank calls this and gets the same backend: one rank that lacks a compiler decides.
+
+    Returns:
+        The backend and one line that says which it is and why.
     """
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
-        self.backend = INDUCTOR
-        self._compiled = self._step
-
-    def choose_backend(self, ranks: Ranks) -> str:
-        """Choose the backend, the same on all ranks, and say in one line which and why."""
-        problem = _inductor_problem(ranks.device)
-        failures = ranks.total(torch.tensor(float(problem is not None), device=ranks.device))
-        if failures.item():
-            self.backend = WITHOUT_COMPILER
-        self._compiled = torch.compile(self._step, fullgraph=True, backend=self.backend)
-        if self.backend == INDUCTOR:
-            return "The optimizer step is compiled by inductor at the first step."
-        return (
-            f"The optimizer step falls back to {WITHOUT_COMPILER}, as inductor does not work here: "
-            f"{problem or 'another rank reports so'}"
-        )
-
-    def __call__(self) -> None:
-        self._compiled()
-
-    @torch.no_grad()
-    def _step(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.step()
+    problem = inductor_problem(ranks.device)
+    failures = ranks.total(torch.tensor(float(problem is not None), device=ranks.device))
+    if not failures.item():
+        return INDUCTOR, "Muon's step is compiled by inductor, in the first step."
+    return (
+        WITHOUT_COMPILER,
+        f"Muon's step falls back to {WITHOUT_COMPILER}, which needs no C++ compiler: "
+        f"{problem or 'inductor does not work on another rank'}",
+    )
 
 
-def _inductor_problem(device: torch.device) -> str | None:
-    """Compile a trifle; the first line of the error where that fails, for want of a compiler."""
+def inductor_problem(device: torch.device) -> str | None:
+    """Compile a trifle; where that fails, for want of a compiler, the error's first line."""
 
     def trifle(x: torch.Tensor) -> torch.Tensor:
         return x * 2 + 1

@@ -43,7 +43,13 @@ class TrainConfig:
         "unpadded: uneven shards without padding; padded: equal shards, padded to whole rows",
         choices=("unpadded", "padded"),
     )
-    compile: bool = _option(True, "compile the optimizer step into one graph")
+    compile: bool = _option(True, "compile Muon's step into one graph")
+    ns_dtype: str = _option(
+        "auto",
+        "dtype of Newton-Schulz and of what travels to the owners and back; "
+        "auto: float32 on cpu, bfloat16 on cuda",
+        choices=("auto", "float32", "bfloat16"),
+    )
     seed: int = _option(0, "seed of the weights and of the choice of batches")
     out: Path = _option(
         Path("runs/train"),

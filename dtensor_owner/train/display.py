@@ -60,7 +60,7 @@ class Terminal(Silent):
             Remaining(),
         )
         with Progress(*columns, console=self._console) as bar:
-            task = bar.add_task("", total=steps, status="compiling")
+            task = bar.add_task("", total=steps, status="first step")
 
             def show(loss: float, tokens_per_second: float) -> None:
                 bar.update(task, advance=1, status=_status(loss, tokens_per_second))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_owner.train import outputs
-from dtensor_owner.train.compiling import CompiledStep
+from dtensor_owner.train.compiling import choose_backend
 from dtensor_owner.train.config import TrainConfig
 from dtensor_owner.train.data import Corpus, load_corpus
 from dtensor_owner.train.display import Silent, Terminal
@@ -44,7 +44,7 @@ class Phases:
     def add(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
-    def add_steps(self, records: list[StepRecord], compiled: bool) -> None:
+    def add_steps(self, records: list[StepRecord], *, compiled: bool) -> None:
         """Split the steps' time; what the first took longer than usual is compilation."""
         optimizer = [record.optimizer_seconds for record in records]
         compile_seconds = 0.0
@@ -73,17 +73,20 @@ def run_rank(config: TrainConfig, *, init_method: str | None = None) -> None:
         display = Terminal() if ranks.rank == 0 else Silent()
     with phases("read text"):
         corpus = load_corpus(config.data, config.context)
-    with phases("build"):
-        trainee = build_sharded(config, mesh)
-        step = CompiledStep(trainee.optimizers) if config.compile else None
-    display.line(_opening(config, corpus, trainee))
-    if step is not None:
+    backend, how = None, "Muon's step runs eagerly."
+    if config.compile and config.optimizer == "muon":
         with phases("compile"):
-            display.line(step.choose_backend(ranks))
-    records, validation = _train(trainee, step, corpus, config, ranks, display, phases)
+            backend, how = choose_backend(ranks)
+    with phases("build"):
+        trainee = build_sharded(config, mesh, backend)
+    display.line(_opening(corpus, trainee))
+    if config.optimizer == "muon":
+        display.line(how)
+    records, validation = _train(trainee, corpus, config, ranks, display, phases)
+    phases.add_steps(records, compiled=backend is not None)
     dist.destroy_process_group()  # only where all went well: a failed rank must not wait here
     if ranks.rank == 0:
-        summary = _summary(config, corpus, trainee, step, records, validation, phases)
+        summary = _summary(config, corpus, trainee, backend, records, validation, phases)
         outputs.write_summary(config.out, summary)
         losses = [(record.step, record.loss) for record in records]
         outputs.plot_losses(config.out, losses, validation, _title(config))
@@ -116,7 +119,6 @@ def _join(config: TrainConfig, init_method: str | None) -> tuple[Ranks, DeviceMe
 
 def _train(
     trainee: Trainee,
-    step: CompiledStep | None,
     corpus: Corpus,
     config: TrainConfig,
     ranks: Ranks,
@@ -140,17 +142,16 @@ def _train(
         display.line(f"Validation loss before: {validation[0][1]:.4f} nats per byte")
         every = max(1, config.steps // VALIDATIONS)
         with display.progress(config.steps) as show:
-            for record in train_steps(trainee, corpus, config, ranks, optimizer_step=step):
+            for record in train_steps(trainee, corpus, config, ranks):
                 records.append(record)
                 show(record.loss, tokens / record.seconds)
                 metrics.write(record.to_dict(tokens))
                 if record.step == config.steps or record.step % every == 0:
                     validate(record.step)
-    phases.add_steps(records, step is not None)
     return records, validation
 
 
-def _opening(config: TrainConfig, corpus: Corpus, trainee: Trainee) -> str:
+def _opening(corpus: Corpus, trainee: Trainee) -> str:
     count = sum(parameter.numel() for parameter in trainee.model.parameters())
     return (
         f"{count:,} parameters, {len(corpus.train):,} bytes of text to train on and "
@@ -166,7 +167,7 @@ def _summary(
     config: TrainConfig,
     corpus: Corpus,
     trainee: Trainee,
-    step: CompiledStep | None,
+    backend: str | None,
     records: list[StepRecord],
     validation: list[tuple[int, float]],
     phases: Phases,
@@ -184,7 +185,7 @@ def _summary(
         "validation_nats_per_byte": {"before": validation[0][1], "after": validation[-1][1]},
         "train_nats_per_byte": {"first": records[0].loss, "last": records[-1].loss},
         "seconds": phases.seconds,
-        "compile_backend": None if step is None else step.backend,
+        "compile_backend": backend,
         "tokens_per_step": tokens,
         "tokens_per_second": tokens / median(record.seconds for record in records),
         "plan": trainee.plan.to_dict(),

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_owner.fully_shard import FSDPModule, fully_shard
 from dtensor_owner.layout import ShardLayout
-from dtensor_owner.report import GroupReport, PlanReport
+from dtensor_owner.muon import Muon
+from dtensor_owner.report import GroupReport, PlanReport, matrix_reports
 from dtensor_owner.train.config import TrainConfig
 from dtensor_owner.train.model import GPT
 
@@ -79,18 +80,39 @@ def build_reference(config: TrainConfig) -> Trainee:
     return Trainee(model, optimizers, PlanReport(1, [], []))
 
 
-def build_sharded(config: TrainConfig, mesh: DeviceMesh) -> Trainee:
-    """The model on shards, one parameter group for each block and one for the rest."""
+def build_sharded(config: TrainConfig, mesh: DeviceMesh, backend: str | None = None) -> Trainee:
+    """The model on shards, one parameter group for each block and one for the rest.
+
+    Args:
+        backend: What compiles Muon's step; None to run it eagerly.
+    """
     model = build_model(config).to(mesh.device_type)
     layout = ShardLayout[config.shard_layout.upper()]
     for block in model.blocks:
         fully_shard(block, mesh=mesh, shard_layout=layout)
     fully_shard(model, mesh=mesh, shard_layout=layout)
-    _, rest = parameter_groups(model, config)
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW([parameter for _, parameter in rest], **adamw_options(config))
-    ]
-    return Trainee(model, optimizers, PlanReport(mesh.size(), _group_reports(model), []))
+    matrices, rest = parameter_groups(model, config)
+    adamw = adamw_options(config)
+    groups = _group_reports(model)
+    if not matrices:
+        adamw_alone = torch.optim.AdamW([parameter for _, parameter in rest], **adamw)
+        return Trainee(model, [adamw_alone], PlanReport(mesh.size(), groups, []))
+    muon = Muon(
+        [{"params": matrices}, {"params": rest, "algorithm": "adamw", **adamw}],
+        **muon_options(config),
+        ns_dtype=ns_dtype(config),
+        compile=backend is not None,
+        backend=backend or "eager",
+    )
+    reports = [report for plan in muon.plans for report in matrix_reports(plan)]
+    return Trainee(model, [muon], PlanReport(mesh.size(), groups, reports))
+
+
+def ns_dtype(config: TrainConfig) -> torch.dtype:
+    """The dtype of Newton-Schulz; CPUs without bfloat16 units are many times faster in float32."""
+    if config.ns_dtype == "auto":
+        return torch.bfloat16 if config.device == "cuda" else torch.float32
+    return getattr(torch, config.ns_dtype)
 
 
 def _group_reports(model: nn.Module) -> list[GroupReport]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -62,16 +62,11 @@ def train_steps(
     corpus: Corpus,
     config: TrainConfig,
     ranks: Ranks,
-    *,
-    optimizer_step: Callable[[], None] | None = None,
 ) -> Iterator[StepRecord]:
     """Train step by step; yields after each one.
 
     The batch of a step depends on the seed and the step alone, and the gradient is that of the
     mean over the global batch, so that any number of ranks computes the same step.
-
-    Args:
-        optimizer_step: Steps all optimizers, e.g. compiled; default: one after the other.
     """
     peaks = [[float(g["lr"]) for g in optimizer.param_groups] for optimizer in trainee.optimizers]
     for step in range(config.steps):
@@ -80,12 +75,8 @@ def train_steps(
         _set_lr(trainee, peaks, factor)
         loss = _backward(trainee, corpus, config, ranks, step)
         before_optimizer = time.perf_counter()
-        if optimizer_step is None:
-            for optimizer in trainee.optimizers:
-                optimizer.step()
-        else:
-            optimizer_step()
         for optimizer in trainee.optimizers:
+            optimizer.step()
             optimizer.zero_grad()
         mean = ranks.total(loss).item() / (config.batch * config.context)
         end = time.perf_counter()

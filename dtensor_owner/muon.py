@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -35,6 +37,8 @@ ADAMW_DEFAULTS: dict[str, Any] = {
     "foreach": None,
     "fused": None,
 }
+
+_MAX_COMPILED_KINDS = 4
 
 
 class Muon(torch.optim.Optimizer):
@@ -141,7 +145,8 @@ class Muon(torch.optim.Optimizer):
         self._nonfinite = nonfinite
         self._backend = backend if compile else None
         self._prepared: Prepared | None = None
-        self._compiled: tuple[list[BucketWork], Callable[..., None]] | None = None
+        # Compiled steps, with what they were compiled for, by its identity.
+        self._compiled: dict[int, tuple[list[BucketWork], Callable[..., None]]] = {}
         self._built = False
         super().__init__(params, defaults)
         self._built = True
@@ -206,6 +211,18 @@ class Muon(torch.optim.Optimizer):
             if key not in state or state[key].device != param.device:
                 state[key] = torch.zeros_like(param, requires_grad=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = {
+            key: value
+            for key, value in vars(self).items()
+            if key in ("_adamw_defaults", "_owners", "_bucket_numel", "_nonfinite", "_backend")
+        }
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prepared, self._compiled, self._built = None, {}, True
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state; a parameter that the state knows nothing of starts from zeros."""
         super().load_state_dict(state_dict)
@@ -241,7 +258,7 @@ class Muon(torch.optim.Optimizer):
             self._prepared = prepare(
                 self.param_groups, eligible=self._owners, bucket_numel=self._bucket_numel
             )
-            self._compiled = None
+            self._compiled = {}
         return self._prepared
 
     # ------------------------------------------------------------------------------ step
@@ -269,6 +286,12 @@ class Muon(torch.optim.Optimizer):
                 "A gradient is inf or nan on at least one rank; nothing has been updated. Clip or "
                 'scale gradients, or build Muon with nonfinite="skip" to skip such steps.'
             )
+        if prepared.members and not any(gradients.present):
+            warnings.warn(
+                "No parameter of this optimizer has a gradient. If the model was sharded or "
+                "replaced after the optimizer was built, build the optimizer anew.",
+                stacklevel=2,
+            )
         self._muon_step(prepared, gradients.present)
         self._adamw_step(prepared, gradients.present)
         return loss
@@ -281,13 +304,23 @@ class Muon(torch.optim.Optimizer):
                 buffer = self.state[member.param]["momentum_buffer"]
                 locals_of[index] = (local_of(member.param), local_grad(member), local_of(buffer))
         shards = [_shards(work, locals_of) for work in works]
-        if self._backend is None or not all(present):
-            numbers = [self._numbers(work, compiled=False) for work in works]
-            run_step(works, shards, numbers)
-            return
-        if self._compiled is None or self._compiled[0] is not works:
-            self._compiled = (works, compile_step(works, self._backend))
-        self._compiled[1](shards, [self._numbers(work, compiled=True) for work in works])
+        compiled = self._compiled_step(works)
+        numbers = [self._numbers(work, compiled=compiled is not None) for work in works]
+        (compiled or partial(run_step, works))(shards, numbers)
+
+    def _compiled_step(self, works: list[BucketWork]) -> Callable[..., None] | None:
+        """The compiled step; None where the step is to run eagerly.
+
+        Which gradients there are decides what is compiled. Where that keeps changing, as with
+        experts that no token chose, steps beyond the first few kinds run eagerly.
+        """
+        if self._backend is None or not works:
+            return None
+        if id(works) not in self._compiled:
+            if len(self._compiled) >= _MAX_COMPILED_KINDS:
+                return None
+            self._compiled[id(works)] = (works, compile_step(works, self._backend))
+        return self._compiled[id(works)][1]
 
     def _numbers(self, work: BucketWork, *, compiled: bool) -> Numbers:
         group = self.param_groups[work.program.group]

@@ -111,7 +111,7 @@ class Prepared:
     members: list[Member]
     settings: list[Settings | None]
     plans: dict[Domain, StepPlan]
-    _works: dict[tuple[bool, ...], list[BucketWork]] = field(default_factory=dict)
+    _works: dict[tuple[int, ...], list[BucketWork]] = field(default_factory=dict)
 
     def is_current(self, settings: Sequence[Settings | None]) -> bool:
         """Whether parameters and settings are still those that were planned."""
@@ -121,15 +121,20 @@ class Prepared:
 
     def works(self, present: tuple[bool, ...]) -> list[BucketWork]:
         """This rank's part of the step of those members that have a gradient."""
-        if present not in self._works:
+        taking_part = tuple(
+            index
+            for index, member in enumerate(self.members)
+            if member.algorithm == MUON and present[index]
+        )
+        if taking_part not in self._works:
             if len(self._works) >= 32:  # patterns rarely come back once there are that many
                 self._works.clear()
-            self._works[present] = [
+            self._works[taking_part] = [
                 work
                 for domain, plan in self.plans.items()
                 for work in self._domain_works(domain, plan.restricted_to(present.__getitem__))
             ]
-        return self._works[present]
+        return self._works[taking_part]
 
     def _domain_works(self, domain: Domain, plan: StepPlan) -> list[BucketWork]:
         works = []

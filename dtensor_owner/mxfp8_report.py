@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,35 +117,45 @@ def mxfp8_lines(groups: Sequence[MXFP8GroupReport]) -> list[str]:
     """The report of a model's groups as lines of text; none without groups."""
     if not groups:
         return []
-    header = ("MXFP8 plane", "payload", "padding", "kernel's scale padding")
-    rows: list[tuple[str, ...]] = [header]
-    for group in groups:
-        rows += [_plane_row(f"{group.name}: {plane.name}", [plane]) for plane in group.planes]
-    for planes in zip(*(group.planes for group in groups)):
-        rows.append(_plane_row(f"all: {planes[0].name}", planes))
+    header = (
+        "MXFP8",
+        *(plane.name for plane in groups[0].planes),
+        "padding",
+        "kernel padding",
+    )
+    rows = [header, *(_group_row(group.name, [group]) for group in groups)]
+    rows.append(_group_row("all", groups))
     step = sum(group.step_bytes for group in groups)
     bf16 = sum(group.bf16_step_bytes for group in groups)
     share = f" ({100 * step / bf16:.1f} %)" if bf16 else ""
-    lines = table(rows, left=1)
-    lines += ["", f"A step's gathers bring {step:,} bytes to the ranks; bf16: {bf16:,}{share}."]
-    return lines + _ordinary_lines(groups)
+    return [
+        *table(rows, left=1),
+        "",
+        f"A step's gathers bring {step:,} bytes to the ranks; bf16: {bf16:,}{share}.",
+        *_ordinary_lines(groups),
+    ]
 
 
-def _plane_row(name: str, planes: Sequence[PlaneReport]) -> tuple[str, ...]:
-    counts = (
-        sum(plane.payload for plane in planes),
-        sum(plane.padding for plane in planes),
-        sum(plane.kernel_padding for plane in planes),
-    )
+def _group_row(name: str, groups: Sequence[MXFP8GroupReport]) -> tuple[str, ...]:
+    """Payload of each plane, padding of all planes, and what kernels would pad the scales by."""
+    planes = [[group.planes[i] for group in groups] for i in range(len(groups[0].planes))]
+    every = [plane for same in planes for plane in same]
+    counts = [
+        *(sum(plane.payload for plane in same) for same in planes),
+        sum(plane.padding for plane in every),
+        sum(plane.kernel_padding for plane in every),
+    ]
     return name, *(f"{count:,}" for count in counts)
 
 
 def _ordinary_lines(groups: Sequence[MXFP8GroupReport]) -> list[str]:
     """Which parameters are not quantized, and why; those with one reason in one line."""
-    by_reason: dict[str, list[str]] = {}
+    by_reason: dict[str, Counter[str]] = {}
     for group in groups:
         for name, reason in group.ordinary.items():
-            by_reason.setdefault(reason, []).append(f"{group.name}.{name}" if group.name else name)
-    return [
-        f"Not quantized, as {reason}: {', '.join(names)}" for reason, names in by_reason.items()
-    ]
+            by_reason.setdefault(reason, Counter())[name] += 1
+    lines = []
+    for reason, names in by_reason.items():
+        texts = (f"{name} in {n} groups" if n > 1 else name for name, n in names.items())
+        lines.append(f"Not quantized, as {reason}: {', '.join(texts)}.")
+    return lines

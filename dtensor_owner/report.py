@@ -11,6 +11,8 @@ from typing import Any
 
 from dtensor_owner.layout import GlobalLayout, ShardLayout, build_row_atomic_layout
 from dtensor_owner.muon_plan import StepPlan
+from dtensor_owner.mxfp8_report import MXFP8GroupReport, mxfp8_lines
+from dtensor_owner.tables import table
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class PlanReport:
     world_size: int
     groups: Sequence[GroupReport]
     matrices: Sequence[MatrixReport]
+    mxfp8: Sequence[MXFP8GroupReport] = ()
 
     @property
     def step_bytes(self) -> int:
@@ -133,6 +136,7 @@ class PlanReport:
             "newton_schulz_loads": self.loads,
             "newton_schulz_max_over_mean": self.imbalance,
             "step_bytes": self.step_bytes,
+            "mxfp8": [group.to_dict() for group in self.mxfp8],
         }
 
     def _rank_bytes(self) -> list[int]:
@@ -140,6 +144,8 @@ class PlanReport:
 
     def __str__(self) -> str:
         lines = [f"Plan for {self.world_size} ranks", "", *self._group_lines()]
+        if self.mxfp8:
+            lines += ["", *mxfp8_lines(self.mxfp8)]
         if self.matrices:
             lines += ["", *self._matrix_lines(), "", *self._load_lines()]
         lines += ["", f"The optimizer step moves {self.step_bytes:,} bytes between ranks."]
@@ -166,7 +172,7 @@ class PlanReport:
             f"{sum(group.padded_padding_bytes for group in self.groups):,}",
             _span(self._rank_bytes()),
         )
-        return _table([header, *rows, total], left=1)
+        return table([header, *rows, total], left=1)
 
     def _matrix_lines(self) -> list[str]:
         header = ("matrix", "shape", "rows by rank", "owner", "bytes moved")
@@ -180,7 +186,7 @@ class PlanReport:
             )
             for matrix in self.matrices
         ]
-        return _table([header, *rows], left=3)
+        return table([header, *rows], left=3)
 
     def _load_lines(self) -> list[str]:
         mean = sum(self.loads) / self.world_size or 1.0
@@ -191,7 +197,7 @@ class PlanReport:
             (f"rank {rank}", str(count), f"{load / mean:.3f}")
             for rank, (count, load) in enumerate(zip(counts, self.loads))
         ]
-        return _table([("owner", "matrices", "Newton-Schulz load / mean"), *rows], left=1)
+        return table([("owner", "matrices", "Newton-Schulz load / mean"), *rows], left=1)
 
 
 def _span(values: Sequence[int]) -> str:
@@ -199,15 +205,3 @@ def _span(values: Sequence[int]) -> str:
         return "0"
     low, high = min(values), max(values)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
-def _table(rows: Sequence[tuple[str, ...]], *, left: int) -> list[str]:
-    """Align the columns: the first ``left`` of them to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]

@@ -22,21 +22,17 @@ class Text(expecttest.TestCase):
             ShardLayout.PADDED,
             ordinary={"norm": "it has 1 dims, not 2", "bias": "it has 1 dims, not 2"},
         )
+        text = "\n".join(mxfp8_lines([group, group]))
         self.assertExpectedInline(
-            "\n".join(mxfp8_lines([group])),
+            text,
             """\
-MXFP8 plane                  payload  padding  kernel's scale padding
-blocks.0: rowwise data        67,584   14,336                       0
-blocks.0: rowwise scales       2,112      448                     448
-blocks.0: columnwise data     67,584   14,336                       0
-blocks.0: columnwise scales    2,112      448                     448
-all: rowwise data             67,584   14,336                       0
-all: rowwise scales            2,112      448                     448
-all: columnwise data          67,584   14,336                       0
-all: columnwise scales         2,112      448                     448
+MXFP8     rowwise data  rowwise scales  columnwise data  columnwise scales  padding  kernel padding
+blocks.0        67,584           2,112           67,584              2,112   29,568             896
+blocks.0        67,584           2,112           67,584              2,112   29,568             896
+all            135,168           4,224          135,168              4,224   59,136           1,792
 
-A step's gathers bring 506,880 bytes to the ranks; bf16: 983,040 (51.6 %).
-Not quantized, as it has 1 dims, not 2: blocks.0.norm, blocks.0.bias""",
+A step's gathers bring 1,013,760 bytes to the ranks; bf16: 1,966,080 (51.6 %).
+Not quantized, as it has 1 dims, not 2: norm in 2 groups, bias in 2 groups.""",
         )
 
     def test_no_groups(self):

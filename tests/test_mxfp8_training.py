@@ -16,7 +16,10 @@ from dtensor_owner.fully_shard import fully_shard
 from dtensor_owner.layout import ShardLayout
 from dtensor_owner.mxfp8 import dequantize_rowwise, quantize_rowwise
 from dtensor_owner.mxfp8_weights import MXFP8Policy
+from dtensor_owner.train.config import TrainConfig
 from dtensor_owner.train.model import GPT
+from dtensor_owner.train.setup import build_sharded
+from dtensor_owner.usage import UsageError
 from placements.block_atomic import BlockAtomic
 from placements.row_atomic import RowAtomic
 from tests.fully_shard_helpers import full, gpt_loss, mesh_1d, mine
@@ -294,3 +297,39 @@ def test_block_size_is_demanded():
     assert text == (
         "mxfp8 needs blocks of 32 rows to stay on one rank, got block_size=1: pass block_size=32."
     )
+
+
+def train_command() -> tuple[str, dict[str, Any], set[str]]:
+    config = TrainConfig(
+        mxfp8=True, param_dtype="bfloat16", layers=2, dim=32, heads=2, hidden=33, compile=False
+    )
+    trainee = build_sharded(config, mesh_1d())
+    tokens = tokens_of(0)[dist.get_rank() : dist.get_rank() + 1]
+    logits = trainee.model(tokens)
+    assert logits.dtype == torch.float32
+    logits.square().mean().backward()
+    for optimizer in trainee.optimizers:
+        optimizer.step()
+    assert all(p.dtype == torch.float32 for p in trainee.model.parameters())
+    quantized = {
+        name
+        for module in trainee.model.blocks
+        for group in module.parameter_groups
+        if group.mxfp8 is not None
+        for name in group.names
+    }
+    return str(trainee.plan), trainee.plan.to_dict(), quantized
+
+
+def test_train_command_and_its_plan():
+    text, plan, quantized = run_ranks(2, train_command)[0]
+    assert quantized == {f"attention.{n}.weight" for n in "qkvo"}
+    assert "columnwise scales" in text
+    assert "Not quantized, as its dims are not multiples of 32: mlp.gate.weight in 2 groups" in text
+    assert [group["name"] for group in plan["mxfp8"]] == ["blocks.0", "blocks.1"]
+    assert plan["mxfp8"][0]["planes"]["rowwise data"]["payload"] == 4 * 32 * 32
+
+
+def test_train_command_refuses_a_width_without_blocks():
+    with pytest.raises(UsageError, match="--dim 100: must be a multiple of 32 with --mxfp8"):
+        TrainConfig(mxfp8=True, dim=100)

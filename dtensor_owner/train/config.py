@@ -50,6 +50,17 @@ class TrainConfig:
         "auto: float32 on cpu, bfloat16 on cuda",
         choices=("auto", "float32", "bfloat16"),
     )
+    param_dtype: str = _option(
+        "float32",
+        "dtype that weights are gathered in and computed with; masters, reductions and the loss "
+        "stay float32",
+        choices=("float32", "bfloat16"),
+    )
+    mxfp8: bool = _option(
+        False,
+        "gather the blocks' matrices in MXFP8, where both dims are multiples of 32 (so choose "
+        "--hidden); they are computed with in --param-dtype",
+    )
     seed: int = _option(0, "seed of the weights and of the choice of batches")
     out: Path = _option(
         Path("runs/train"),
@@ -88,6 +99,9 @@ class TrainConfig:
             "heads",
             self.heads,
             f"a divisor of --dim {self.dim}",
+        )
+        _require(
+            not self.mxfp8 or self.dim % 32 == 0, "dim", self.dim, "a multiple of 32 with --mxfp8"
         )
         if self.world_size is not None:
             _require(

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_owner.fully_shard import FSDPModule, fully_shard
+from dtensor_owner.fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from dtensor_owner.layout import ShardLayout
 from dtensor_owner.muon import Muon
+from dtensor_owner.mxfp8_report import MXFP8GroupReport
+from dtensor_owner.mxfp8_weights import MXFP8Policy
 from dtensor_owner.report import GroupReport, PlanReport, matrix_reports
 from dtensor_owner.train.config import TrainConfig
 from dtensor_owner.train.model import GPT
@@ -88,15 +90,17 @@ def build_sharded(config: TrainConfig, mesh: DeviceMesh, backend: str | None = N
     """
     model = build_model(config).to(mesh.device_type)
     layout = ShardLayout[config.shard_layout.upper()]
+    options: dict[str, Any] = {"mesh": mesh, "shard_layout": layout}
+    quantized: dict[str, Any] = {"block_size": 32, "mxfp8": MXFP8Policy()} if config.mxfp8 else {}
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, shard_layout=layout)
-    fully_shard(model, mesh=mesh, shard_layout=layout)
+        fully_shard(block, mp_policy=mp_policy(config), **options, **quantized)
+    fully_shard(model, mp_policy=mp_policy(config, output_dtype=torch.float32), **options)
     matrices, rest = parameter_groups(model, config)
     adamw = adamw_options(config)
-    groups = _group_reports(model)
+    groups, mxfp8 = _group_reports(model), _mxfp8_reports(model)
     if not matrices:
         adamw_alone = torch.optim.AdamW([parameter for _, parameter in rest], **adamw)
-        return Trainee(model, [adamw_alone], PlanReport(mesh.size(), groups, []))
+        return Trainee(model, [adamw_alone], PlanReport(mesh.size(), groups, [], mxfp8))
     muon = Muon(
         [{"params": matrices}, {"params": rest, "algorithm": "adamw", **adamw}],
         **muon_options(config),
@@ -104,8 +108,18 @@ def build_sharded(config: TrainConfig, mesh: DeviceMesh, backend: str | None = N
         compile=backend is not None,
         backend=backend or "eager",
     )
-    reports = [report for plan in muon.plans for report in matrix_reports(plan)]
-    return Trainee(model, [muon], PlanReport(mesh.size(), groups, reports))
+    matrix_plans = [report for plan in muon.plans for report in matrix_reports(plan)]
+    return Trainee(model, [muon], PlanReport(mesh.size(), groups, matrix_plans, mxfp8))
+
+
+def mp_policy(config: TrainConfig, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
+    """Weights and activations in ``--param-dtype``, gradients reduced in fp32."""
+    if config.param_dtype == "float32":
+        return MixedPrecisionPolicy()
+    dtype = getattr(torch, config.param_dtype)
+    return MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=output_dtype
+    )
 
 
 def ns_dtype(config: TrainConfig) -> torch.dtype:
@@ -121,6 +135,21 @@ def _group_reports(model: nn.Module) -> list[GroupReport]:
         for name, module in model.named_modules()
         if isinstance(module, FSDPModule)
         for group in module.parameter_groups
+    ]
+
+
+def _mxfp8_reports(model: nn.Module) -> list[MXFP8GroupReport]:
+    return [
+        MXFP8GroupReport(
+            name or "the rest",
+            group.mxfp8.layouts,
+            group.layout.dp_size,
+            ordinary=module.not_quantized,
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+        for group in module.parameter_groups
+        if group.mxfp8 is not None
     ]
 
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import distribute_tensor as _stock_distribute_tensor
 
-from placements.boxes import check_placements, is_held, local_box
+from placements.boxes import check_placements, is_held, local_box, normalized
 from placements.owner import Owner
 from placements.plan import Plan, make_plan
 from placements.redistribute import plan_for, redistribute_local, redistribute_locals
@@ -48,7 +48,7 @@ def distribute_tensor(
     if device_mesh is None:
         raise ValueError("distribute_tensor needs a device_mesh for placements of this package.")
     mesh = device_mesh
-    placements = _normalized(placements, tensor.dim())
+    placements = normalized(placements, tensor.dim())
     if isinstance(tensor, DTensor):
         return _distribute_dtensor(tensor, mesh, placements)
     if not tensor.is_leaf:
@@ -99,11 +99,6 @@ def _distribute_dtensor(
             f"{tensor.device_mesh} to {tuple(placements)} on {mesh}: call redistribute on it."
         )
     return tensor
-
-
-def _normalized(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
-    """Negative shard dims made positive, as torch does."""
-    return tuple(Shard(p.dim + ndim) if type(p) is Shard and p.dim < 0 else p for p in placements)
 
 
 def distribute_module(
@@ -206,13 +201,13 @@ def _placements_per_tensor(
     tensors: list[DTensor], placements: Sequence[Any]
 ) -> list[tuple[Placement, ...]]:
     if all(isinstance(p, Placement) for p in placements):
-        return [_normalized(placements, tensor.dim()) for tensor in tensors]
+        return [normalized(placements, tensor.dim()) for tensor in tensors]
     if len(placements) != len(tensors):
         raise ValueError(
             f"redistribute_group got {len(tensors)} tensors and {len(placements)} placement "
             "lists: pass one list for all, or one per tensor."
         )
-    return [_normalized(p, t.dim()) for p, t in zip(placements, tensors, strict=True)]
+    return [normalized(p, t.dim()) for p, t in zip(placements, tensors, strict=True)]
 
 
 def _redistribute_group(
@@ -260,7 +255,7 @@ def explain(
     """
     sizes = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
     before, after = (
-        _normalized((p,) if isinstance(p, Placement) else tuple(p), len(shape))
+        normalized((p,) if isinstance(p, Placement) else tuple(p), len(shape))
         for p in (source, target)
     )
     at = tuple(coordinate) if coordinate is not None else (0,) * len(sizes)

@@ -30,6 +30,11 @@ def split_dim(placement: Placement) -> int | None:
     return placement.dim if type(placement) is Shard else None
 
 
+def normalized(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
+    """Negative shard dims made positive, as torch does."""
+    return tuple(Shard(p.dim + ndim) if type(p) is Shard and p.dim < 0 else p for p in placements)
+
+
 def full_box(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
@@ -261,4 +266,4 @@ def split_counts(
     """Sizes of the split dim on each rank, by coordinate."""
     if isinstance(placement, RowAtomic):
         return placement.counts(size, num_ranks, first_coordinate)
-    return chunk_counts(size, num_ranks)
+    return chunk_counts(int(size), num_ranks)

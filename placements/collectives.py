@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 
 from placements.plan import Algorithm, choose_algorithm
 
@@ -118,6 +119,8 @@ def _done(result: Tensor) -> Pending:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same memory as bytes; a copy only where its last dim is not dense."""
+    if not tensor.dim():
+        tensor = tensor.reshape(1)
     if tensor.stride(-1) != 1:  # also one element with an odd stride, which counts as contiguous
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.view(torch.uint8)
@@ -275,11 +278,12 @@ def _all_gather_uneven(local: Tensor, counts: tuple[int, ...], group: DimGroup) 
     full = local.new_empty((sum(counts), *local.shape[1:]))
     parts = full.split(list(counts))
     parts[group.coordinate].copy_(local.detach())
-    raws = [
-        _ops.broadcast_(_to_wire(part), group_rank, group.name)
-        for part, group_rank in zip(parts, group.order, strict=True)
-        if part.shape[0]
-    ]
+    roots = [(part, root) for part, root in zip(parts, group.order, strict=True) if part.shape[0]]
+    if torch.compiler.is_compiling() or type(local) not in (Tensor, Parameter):
+        # In-place collectives cannot be traced: each part is a tensor of its own there.
+        raws = [_ops.broadcast(_to_wire(part), root, group.name) for part, root in roots]
+        return Pending(raws, lambda arrived: torch.cat([x.view(local.dtype) for x in arrived]))
+    raws = [_ops.broadcast_(_to_wire(part), root, group.name) for part, root in roots]
     return Pending(raws, lambda _: full)
 
 
@@ -386,7 +390,7 @@ def broadcast(tensor: Tensor, root: int, group: DimGroup) -> Tensor:
         return tensor.clone()
     wire = _to_wire(tensor.contiguous())
     raw = _ops.broadcast(wire, group.order[root], group.name)
-    return _ops.wait_tensor(raw).view(tensor.dtype)
+    return _ops.wait_tensor(raw).view(tensor.dtype).view(tensor.shape)
 
 
 _REDUCE_STACK: dict[str, Callable[[Tensor], Tensor]] = {

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
-from torch.utils import _pytree as pytree
 
-from placements.boxes import local_box, split_counts
+from placements.boxes import local_box, same_split, split_dim
 from placements.owner import Owner
-from placements.row_atomic import RowAtomic
-from placements.torch_hooks import DTensorSpec, OpSchema, TensorMeta, dispatcher
+from placements.torch_hooks import DTensorSpec, OpSchema, TensorMeta, dispatcher, pytree
 
 
 @dataclass(frozen=True)
@@ -127,20 +125,20 @@ def owned(call: OpCall, owner: Owner) -> Rule:
     return Rule((owner,) * len(call.specs), (owner,) * max(1, len(call.output_metas)))
 
 
-def same_rows(first: Placement, second: Placement, shape: Sequence[int], num_ranks: int) -> bool:
-    """Whether two placements give every rank the same bytes, though they may be written
-    differently (``RowAtomic()`` and the counts it stands for)."""
-    if first == second:
+def same_rows(spec: DTensorSpec, mesh_dim: int, wanted: Placement) -> bool:
+    """Whether every rank holds the same bytes with ``wanted`` on ``mesh_dim``, though it may be
+    written differently (``RowAtomic()``, the counts it stands for, an equal ``Shard(0)``)."""
+    present = spec.placements[mesh_dim]
+    if present == wanted:
         return True
-    if not (isinstance(first, RowAtomic) and isinstance(second, RowAtomic)) or not shape:
+    if not spec.shape or split_dim(present) != 0 or split_dim(wanted) != 0:
         return False
-    if first.is_nested or second.is_nested:
-        return False
+    other = [*spec.placements]
+    other[mesh_dim] = wanted
     try:
-        counts = [split_counts(p, shape[0], num_ranks) for p in (first, second)]
+        return same_split(spec.shape, tuple(spec.mesh.shape), spec.placements, other, mesh_dim)
     except ValueError:
-        return False
-    return counts[0] == counts[1]
+        return False  # a table that does not fit this tensor
 
 
 def local_shape(

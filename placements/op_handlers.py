@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils import _pytree as pytree
 
 from placements.boxes import local_box
 from placements.collectives import DimGroup, all_reduce
-from placements.torch_hooks import DTensorSpec, Handler, TensorMeta, any_ours
+from placements.torch_hooks import DTensorSpec, Handler, TensorMeta, any_ours, pytree
 
 aten = torch.ops.aten
 

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate
-from torch.utils import _pytree as pytree
 
 from placements.boxes import is_ours, split_dim
 from placements.op_call import LocalOp, OpCall, same_rows
 from placements.op_reductions import norm_partial
 from placements.owner import Owner
-from placements.torch_hooks import DTensorSpec, OpSchema, OutputSharding
+from placements.torch_hooks import DTensorSpec, OpSchema, OutputSharding, pytree
 
 aten = torch.ops.aten
 
@@ -93,7 +92,7 @@ def _target_spec(
     if not spec.shape and not is_any_ours(spec):  # a scalar such as an optimizer's step count
         return DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, spec.tensor_meta)
     pairs = list(zip(spec.placements, placements, range(len(placements)), strict=True))
-    if all(same_rows(a, b, spec.shape, spec.mesh.size(d)) for a, b, d in pairs):
+    if all(same_rows(spec, mesh_dim, wanted) for _, wanted, mesh_dim in pairs):
         return spec
     if is_written:
         raise call.refuse("two tensors at one position that it writes to are placed differently.")

@@ -180,12 +180,11 @@ def _on_one_owner(present: Sequence[Placement]) -> bool:
 
 
 def _cost(call: OpCall, mesh_dim: int, rule: Rule) -> float:
-    num_ranks = call.mesh.size(mesh_dim)
     total = 0.0
     for index, wanted in enumerate(rule.inputs):
         spec = call.specs[index]
         present = spec.placements[mesh_dim]
-        if same_rows(present, wanted, spec.shape, num_ranks):
+        if same_rows(spec, mesh_dim, wanted):
             continue
         if call.mutated[index] or call.is_view:
             return math.inf  # moving it would change a copy, not the tensor itself
@@ -211,12 +210,10 @@ def _move_cost(present: Placement, wanted: Placement) -> float:
 def _wanted(call: OpCall, rules: list[Rule], index: int) -> tuple[Placement, ...]:
     """Placements of one input as the rules ask; as it is where that means the same bytes."""
     spec = call.specs[index]
-    return tuple(
-        present
-        if same_rows(present, rule.inputs[index], spec.shape, num_ranks)
-        else rule.inputs[index]
-        for present, rule, num_ranks in zip(spec.placements, rules, spec.mesh.shape, strict=True)
-    )
+    wanted = tuple(rule.inputs[index] for rule in rules)
+    if all(same_rows(spec, mesh_dim, placement) for mesh_dim, placement in enumerate(wanted)):
+        return tuple(spec.placements)
+    return wanted
 
 
 def _check_output(call: OpCall, shape: Sequence[int], placements: tuple[Placement, ...]) -> None:

@@ -60,6 +60,7 @@ class RowAtomic(LayoutPlacement):
             ValueError: The table does not have ``num_ranks`` counts or does not sum to
                 ``num_rows``, or it is nested and no ``first_coordinate`` picks a table.
         """
+        num_rows = int(num_rows)  # a traced size is pinned to its value: splits are constants
         if self.rows is None:
             return self.balanced(num_rows, num_ranks)
         table = self._table(first_coordinate)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,9 +28,11 @@ from torch.distributed.tensor._ops.single_dim_strategy import (
     _ShardingPlaceholder as ShardingPlaceholder,
 )
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
+from torch.utils import _pytree as pytree
 
 from placements.block_atomic import BlockAtomic
-from placements.boxes import box_shape, is_held, is_ours, local_box
+from placements.boxes import box_shape, check_placements, is_held, is_ours, local_box, normalized
+from placements.collectives import DimGroup, all_reduce, broadcast
 from placements.owner import Owner
 from placements.redistribute import redistribute_local
 from placements.row_atomic import RowAtomic
@@ -42,7 +45,7 @@ SUPPORTED_TORCH = ((2, 13), (2, 15))
 PLACEMENT_TYPES = (RowAtomic, BlockAtomic, Owner)
 
 __all__ = ["DTensorSpec", "NormPartial", "OpSchema", "OutputSharding", "ShardingPlaceholder"]
-__all__ += ["TensorMeta", "any_ours", "dispatcher", "install", "local_shape_and_offset"]
+__all__ += ["TensorMeta", "any_ours", "dispatcher", "install", "local_shape_and_offset", "pytree"]
 
 Propagate = Callable[[OpSchema], OutputSharding]
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -89,6 +92,7 @@ def install(propagate: Propagate, handlers: dict[Any, Handler]) -> None:
     _hook_propagation(propagate)
     _hook_handlers(handlers)
     _hook_tensor_methods()
+    DTensorSpec._check_equals = _check_equals_hook(DTensorSpec._check_equals)  # type: ignore[method-assign]
     DTensor._placements_hooks = True  # type: ignore[attr-defined]
 
 
@@ -139,6 +143,8 @@ def _redistribute_hook(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 f"Cannot redistribute {source} on {current_spec.mesh} to another mesh "
                 f"{target_spec.mesh}: go through full_tensor() and distribute_tensor()."
             )
+        for spec in (current_spec, target_spec):
+            _check_shard_order(spec)
         if not any_ours(source) and any(type(p) is NormPartial for p in source):
             # Torch knows how to finish its own partial norms; then ours cuts the result.
             whole = DTensorSpec(
@@ -151,6 +157,27 @@ def _redistribute_hook(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         )
 
     return redistribute_local_tensor
+
+
+def _check_equals_hook(stock: Callable[..., bool]) -> Callable[..., bool]:
+    """Dynamo guards a DTensor by its spec without the global shape. Two tensors with other rows
+    can have one local shape on this rank, and a graph made for one would be run for the other."""
+
+    def _check_equals(self: DTensorSpec, other: object, skip_shapes: bool = False) -> bool:
+        skip_shapes = skip_shapes and not any_ours(self.placements)
+        return stock(self, other, skip_shapes)
+
+    return _check_equals
+
+
+def _check_shard_order(spec: DTensorSpec) -> None:
+    """Torch can cut a dim by its mesh dims in another order than left to right; we cannot."""
+    order = spec.shard_order
+    if order is not None and order != DTensorSpec.compute_default_shard_order(spec.placements):
+        raise NotImplementedError(
+            f"{spec.placements} with shard order {order} has no rule beside RowAtomic or Owner: "
+            "redistribute it to the default order (left to right) first."
+        )
 
 
 def _local_shape_hook(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,7 +224,7 @@ def _hook_propagation(propagate: Propagate) -> None:
 
 
 def _schema_has_ours(op_schema: OpSchema) -> bool:
-    leaves = torch.utils._pytree.tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
+    leaves = pytree.tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
     specs = [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
     # Reductions of our tensors are stock Partial tensors, whose item() torch reads unreduced.
     reads_partial = op_schema.op is aten._local_scalar_dense.default and any(
@@ -207,7 +234,7 @@ def _schema_has_ours(op_schema: OpSchema) -> bool:
 
 
 def _args_have_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    leaves = pytree.tree_leaves((args, kwargs))
     return any(isinstance(leaf, DTensor) and any_ours(leaf.placements) for leaf in leaves)
 
 
@@ -278,10 +305,15 @@ def _from_local_hook(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
         if placements is None or not any_ours(placements):
             return stock(local_tensor, device_mesh, placements, **kwargs)
         mesh = device_mesh or _api._mesh_resources.get_current_mesh()
+        placements = normalized(placements, local_tensor.dim())
         if shape is None:
             shape, stride = _shape_from_rows(local_tensor, mesh, placements)
             kwargs.update(shape=shape, stride=stride)
-        _check_from_local(local_tensor, mesh, placements, shape)
+        error = _from_local_error(local_tensor, mesh, placements, shape)
+        if run_check and mesh.get_coordinate() is not None:
+            _check_on_all_ranks(local_tensor, mesh, placements, shape, error)
+        elif error is not None:
+            raise error
         kwargs["run_check"] = False
         return stock(local_tensor, mesh, placements, **kwargs)
 
@@ -307,16 +339,48 @@ def _shape_from_rows(
     return shape, torch.empty(shape, device="meta").stride()
 
 
-def _check_from_local(
+def _from_local_error(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
-) -> None:
+) -> ValueError | None:
+    """What is wrong with this rank's local tensor. Placements that do not fit raise at once: they
+    are the same on every rank."""
+    check_placements(tuple(shape), tuple(mesh.shape), placements)
     expected, _ = local_shape_and_offset(shape, mesh, placements)
-    if mesh.get_coordinate() is not None and tuple(local.shape) != expected:
+    if mesh.get_coordinate() is None or tuple(local.shape) == expected:
+        return None
+    return ValueError(
+        f"from_local got a local tensor of shape {tuple(local.shape)} at mesh coordinate "
+        f"{tuple(mesh.get_coordinate() or ())}, but {tuple(placements)} of a tensor of shape "
+        f"{tuple(shape)} gives this rank shape {expected}."
+    )
+
+
+def _check_on_all_ranks(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    error: ValueError | None,
+) -> None:
+    """Raise on every rank if one of them is wrong; then make replicas equal, as torch does."""
+    stated = zlib.crc32(repr((tuple(shape), tuple(placements), local.dtype)).encode())
+    flags = torch.tensor([int(error is not None), stated, -stated], device=local.device)
+    for mesh_dim in range(mesh.ndim):
+        flags = all_reduce(flags, "max", DimGroup.of(mesh, mesh_dim))
+    is_wrong, largest, smallest = flags.tolist()
+    if error is not None:
+        raise error
+    if is_wrong:
+        raise ValueError("from_local got a local tensor of the wrong shape on another rank.")
+    if largest != -smallest:
         raise ValueError(
-            f"from_local got a local tensor of shape {tuple(local.shape)} at mesh coordinate "
-            f"{tuple(mesh.get_coordinate() or ())}, but {tuple(placements)} of a tensor of shape "
-            f"{tuple(shape)} gives this rank shape {expected}."
+            f"from_local got shape {tuple(shape)}, {tuple(placements)} and {local.dtype} here, but "
+            "not the same on every rank."
         )
+    with torch.no_grad():
+        for mesh_dim, placement in enumerate(placements):
+            if placement.is_replicate():
+                local.copy_(broadcast(local.detach(), 0, DimGroup.of(mesh, mesh_dim)))
 
 
 def _holds_nothing(tensor: DTensor) -> bool:

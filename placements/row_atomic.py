@@ -102,6 +102,8 @@ def _as_table(rows: Iterable) -> RowTable | tuple[RowTable, ...]:
     table = tuple(rows)
     if not table:
         raise ValueError("rows is empty: give one count per rank, or None for balanced rows.")
+    if set(map(type, table)) == {int} and min(table) >= 0:
+        return table  # as below, but fast for a thousand ranks
     if any(isinstance(count, Iterable) for count in table):
         return tuple(_flat_table(counts) for counts in table)
     return _flat_table(table)

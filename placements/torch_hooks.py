@@ -7,6 +7,7 @@ placements always reach torch's own function. ``install`` runs once, on import o
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import zlib
@@ -58,6 +59,21 @@ def any_ours(placements: Sequence[Placement]) -> bool:
 def dispatcher() -> Any:
     """DTensor's op dispatcher: sharding rules and per-op handlers."""
     return DTensor._op_dispatcher
+
+
+def local_tensor(dtensor: DTensor) -> Tensor:
+    """The DTensor's own local tensor; ``to_local`` of a parameter makes a view each time."""
+    return dtensor._local_tensor
+
+
+def set_local_tensor(dtensor: DTensor, local: Tensor) -> None:
+    """Have a DTensor keep its values in another tensor of the shape that its rank holds."""
+    dtensor._local_tensor = local.detach()
+
+
+def wrap_like(local: Tensor, dtensor: DTensor) -> DTensor:
+    """A DTensor of the same spec with another local tensor; nothing is checked."""
+    return DTensor(local, dtensor._spec, requires_grad=False)
 
 
 def local_shape_and_offset(
@@ -285,6 +301,7 @@ def _hook_tensor_methods() -> None:
     DTensor.from_local = staticmethod(_from_local_hook(DTensor.from_local))  # type: ignore[method-assign]
     DTensor.__create_write_items__ = _write_items_hook(DTensor.__create_write_items__)  # type: ignore[method-assign]
     DTensor.__create_chunk_list__ = _chunk_list_hook(DTensor.__create_chunk_list__)  # type: ignore[method-assign]
+    DTensor.__deepcopy__ = _deepcopy_hook(DTensor.__deepcopy__)  # type: ignore[method-assign]
     to_local = _api._ToTorchTensor
     to_local.backward = staticmethod(_to_local_backward_hook(to_local.backward))  # type: ignore[method-assign]
 
@@ -408,6 +425,27 @@ def _chunk_list_hook(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(self)
 
     return create_chunk_list
+
+
+def _deepcopy_hook(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy this rank's values alone: stock fails where they do not start the storage they lie in,
+    and would copy all of that storage, which may hold a whole group of parameters."""
+
+    @functools.wraps(stock)
+    def deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
+        if not any_ours(self.placements) or not self.is_leaf:
+            return stock(self, memo)
+        if id(self) in memo:
+            return memo[id(self)]
+        local = local_tensor(self).detach().clone(memory_format=torch.contiguous_format)
+        copied = wrap_like(local, self).requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        memo[id(self)] = copied
+        return copied
+
+    return deepcopy
 
 
 def _to_local_backward_hook(stock: Callable[..., Any]) -> Callable[..., Any]:

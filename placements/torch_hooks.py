@@ -438,7 +438,8 @@ def _deepcopy_hook(stock: Callable[..., Any]) -> Callable[..., Any]:
         if id(self) in memo:
             return memo[id(self)]
         local = local_tensor(self).detach().clone(memory_format=torch.contiguous_format)
-        copied = wrap_like(local, self).requires_grad_(self.requires_grad)
+        copied = wrap_like(local, self)
+        copied.requires_grad_(self.requires_grad)
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
         vars(copied).update(copy.deepcopy(vars(self), memo))

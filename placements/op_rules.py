@@ -37,6 +37,7 @@ aten = torch.ops.aten
 
 # An op family gives, for one call, its rules on one mesh dim and the local op (None: the op).
 Family = Callable[[OpCall], tuple[Callable[[int], list[Rule]], LocalOp | None]]
+_MASKS = (torch.bool, torch.uint8)
 _JOINS = (aten.cat.default, aten.stack.default)
 FAMILIES: dict[Any, Family] = {**REDUCTIONS, **VIEWS}
 
@@ -55,6 +56,7 @@ def propagate(schema: OpSchema) -> OutputSharding:
         return propagate_lists(call)
     if any(spec.mesh != call.mesh for spec in call.specs):
         raise call.refuse("its inputs live on different meshes.")
+    _check_kind(call)
     rules_on, local_op = _family(call)
     rules = [_choose(call, mesh_dim, rules_on) for mesh_dim in range(call.mesh.ndim)]
     inputs = [_wanted(call, rules, i) for i in range(len(call.specs))]
@@ -74,8 +76,21 @@ def _family(call: OpCall) -> tuple[Callable[[int], list[Rule]], LocalOp | None]:
     usable = info is not None and call.op not in call.propagator.op_to_scalar_shape_adjuster
     if usable:
         return _single_dim_rules(call, info), None
-    # One owner can run any op; ops without a rule have no other way.
-    return lambda mesh_dim: [], None
+    # One owner can run any op, and any op is right on whole tensors. A view of a gathered copy
+    # would be no view, and what is written into a copy is lost: ``_cost`` refuses those.
+    return lambda mesh_dim: [replicated(call)], None
+
+
+def _check_kind(call: OpCall) -> None:
+    """Refuse ops that no placement of the result can describe, or whose values would differ."""
+    tags = call.op.tags
+    is_dynamic = torch.Tag.dynamic_output_shape in tags
+    if call.op is aten.index.Tensor:  # only masks have as many results as they have ones
+        is_dynamic = any(spec.tensor_meta.dtype in _MASKS for spec in call.specs[1:])  # type: ignore[union-attr]
+    if is_dynamic:
+        raise call.refuse("the shape of its result depends on the values.")
+    if torch.Tag.nondeterministic_seeded in tags:
+        raise call.refuse("there is no rule for its random numbers.")
 
 
 def _whole_scalar(call: OpCall) -> OutputSharding:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 from torch.distributed.tensor._ops.single_dim_strategy import (
     _ShardingPlaceholder as ShardingPlaceholder,
@@ -232,11 +232,38 @@ def _hook_propagation(propagate: Propagate) -> None:
 
     def propagate_op_sharding_non_cached(op_schema: OpSchema) -> OutputSharding:
         if _schema_has_ours(op_schema):
+            _complete_cache_key(op_schema.op)
             return propagate(op_schema)
         return stock(op_schema)
 
     propagator.propagate_op_sharding_non_cached = propagate_op_sharding_non_cached
     propagator.propagate_op_sharding = LocalLRUCache(propagate_op_sharding_non_cached)
+
+
+@functools.cache
+def _complete_cache_key(op: Any) -> None:
+    """Make every argument that can change a result's shape or dtype part of DTensor's cache key.
+
+    Torch's keys leave out keywords such as ``sum``'s dtype, and all arguments of ops that it has
+    no rule for; a second call would get the first one's answer. Numbers that only scale values
+    stay out, or a changing learning rate would fill the cache.
+    """
+    propagator = dispatcher().sharding_propagator
+    tables = (propagator.op_to_schema_info, propagator.op_to_schema_info_for_single_dim_strategy)
+    known = next((table[op] for table in tables if op in table), None)
+    info = known or RuntimeSchemaInfo()
+    passive = ("Tensor", "number") if known else ("Tensor",)
+    keyed = [a for a in op._schema.arguments if not any(t in str(a.type) for t in passive)]
+    positions = [op._schema.arguments.index(a) for a in keyed if not a.kwarg_only]
+    names = [*(info.static_kwargkey or []), *(a.name for a in keyed if a.kwarg_only)]
+    # At least one name, of no argument if need be: the call that brought us here was kept under
+    # a key without keywords, which must never be met again.
+    names = list(dict.fromkeys(names)) or ["-"]
+    propagator.op_to_schema_info[op] = RuntimeSchemaInfo(
+        min([info.static_argnum, *positions]),
+        names,
+        info.needs_pytree,
+    )
 
 
 def _schema_has_ours(op_schema: OpSchema) -> bool:

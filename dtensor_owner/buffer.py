@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from dtensor_owner.layout import GlobalLayout, ShardLayout, build_row_atomic_layout
 from dtensor_owner.mesh_ranges import Range, sharded_mesh_dims
-from placements.collectives import DimGroup, all_gather_rows, all_reduce, reduce_scatter_rows
+from placements.collectives import (
+    DimGroup,
+    Pending,
+    all_gather_rows_async,
+    all_reduce,
+    reduce_scatter_rows_async,
+)
 from placements.row_atomic import RowAtomic
 
 
@@ -153,9 +159,14 @@ class DBuffer:
         return self.local_buffer.narrow(0, part.start - self.range.start, part.numel)
 
     def get_local_tensor(self, i: int) -> Tensor:
-        """This rank's rows of tensor ``i``, a view of the buffer; ``(0, d1, ...)`` if none."""
+        """This rank's rows of tensor ``i``, a view of the buffer; ``(0, d1, ...)`` if none.
+
+        In a layout of whole tensors it is ``(0, 0, ...)``, as ``Owner`` has it.
+        """
         shape = self.layout.tensor_shapes[i]
         part = self.range.intersect(self.layout.get_tensor_range(i))
+        if self.layout.whole_tensors and not part.numel:
+            return self.local_buffer[:0].view((0,) * len(shape))
         rows = part.numel // math.prod(shape[1:])
         return self._narrow(part).view(rows, *shape[1:])
 
@@ -198,18 +209,38 @@ class DBuffer:
         Raises:
             NotImplementedError: There is no such step, for example ``Replicate`` to ``Partial``.
         """
+        self._check_out(out, checked_placements(placements))
+        result = self.redistribute_async(placements).wait()
+        if out is None:
+            return result
+        out.local_buffer.copy_(result.local_buffer)
+        return out
+
+    def redistribute_async(self, placements: Sequence[Placement]) -> PendingBuffer:
+        """As ``redistribute``, but returns when the first collective is issued.
+
+        Later ones, on further mesh dims, are issued by ``wait()`` of the result.
+        """
         placements = checked_placements(placements)
-        self._check_out(out, placements)
-        sharded_mesh_dims(placements)
-        result = self
-        for mesh_dim in _order_of_dims(self.placements, placements):
-            result = result._redistribute_dim(mesh_dim, placements[mesh_dim])
-        if out is not None:
-            out.local_buffer.copy_(result.local_buffer)
-            return out
-        if _share_memory(result.local_buffer, self.local_buffer):
-            result = self._with(result.local_buffer.clone(), placements)
-        return self._with(result.local_buffer, placements)
+        mesh_dims = _order_of_dims(self.placements, placements)
+        started = self._start_dim(mesh_dims[0], placements[mesh_dims[0]]) if mesh_dims else None
+
+        def finish() -> DBuffer:
+            result = self
+            if started is not None:
+                between = list(self.placements)
+                between[mesh_dims[0]] = placements[mesh_dims[0]]
+                result = self._with(_arrived(started), between)
+            for mesh_dim in mesh_dims[1:]:
+                between[mesh_dim] = placements[mesh_dim]
+                local = _arrived(result._start_dim(mesh_dim, placements[mesh_dim]))
+                result = self._with(local, between)
+            local = result.local_buffer
+            if _share_memory(local, self.local_buffer):
+                local = local.clone()
+            return self._with(local, placements)
+
+        return PendingBuffer(finish)
 
     def _check_out(self, out: DBuffer | None, placements: tuple[Placement, ...]) -> None:
         if out is None:
@@ -222,32 +253,27 @@ class DBuffer:
             if want != got:
                 raise ValueError(f"out has {name} {got}, but the result has {name} {want}.")
 
-    def _redistribute_dim(self, mesh_dim: int, target: Placement) -> DBuffer:
+    def _start_dim(self, mesh_dim: int, target: Placement) -> Pending | Tensor:
         source = self.placements[mesh_dim]
         placements = list(self.placements)
         placements[mesh_dim] = target
+        group = DimGroup.of(self.mesh, mesh_dim)
         if isinstance(source, RowAtomic) and isinstance(target, Replicate):
             counts = self.layout.get_peer_numels(self.mesh, self.placements, mesh_dim)
-            local = all_gather_rows(self.local_buffer, counts, DimGroup.of(self.mesh, mesh_dim))
-        elif isinstance(source, Partial) and isinstance(target, RowAtomic):
-            counts = self.layout.get_peer_numels(self.mesh, placements, mesh_dim)
-            group = DimGroup.of(self.mesh, mesh_dim)
+            return all_gather_rows_async(self.local_buffer, counts, group)
+        if isinstance(source, Partial) and isinstance(target, RowAtomic):
             if group.size == 1:  # reduce_scatter_rows would copy
-                local = self.local_buffer
-            else:
-                local = reduce_scatter_rows(self.local_buffer, counts, source.reduce_op, group)
-        elif isinstance(source, Partial) and isinstance(target, Replicate):
-            group = DimGroup.of(self.mesh, mesh_dim)
-            local = all_reduce(self.local_buffer, source.reduce_op, group)
-        elif isinstance(source, Replicate) and isinstance(target, RowAtomic):
-            part = self.layout.get_local_range(self.mesh, placements)
-            local = self._narrow(part)
-        else:
-            raise NotImplementedError(
-                f"A DBuffer cannot go from {source!r} to {target!r} on mesh dim {mesh_dim}: gather "
-                "to Replicate first, or write the values wanted."
-            )
-        return self._with(local, placements)
+                return self.local_buffer
+            counts = self.layout.get_peer_numels(self.mesh, placements, mesh_dim)
+            return reduce_scatter_rows_async(self.local_buffer, counts, source.reduce_op, group)
+        if isinstance(source, Partial) and isinstance(target, Replicate):
+            return all_reduce(self.local_buffer, source.reduce_op, group)
+        if isinstance(source, Replicate) and isinstance(target, RowAtomic):
+            return self._narrow(self.layout.get_local_range(self.mesh, placements))
+        raise NotImplementedError(
+            f"A DBuffer cannot go from {source!r} to {target!r} on mesh dim {mesh_dim}: gather "
+            "to Replicate first, or write the values wanted."
+        )
 
     def __repr__(self) -> str:
         return (
@@ -255,6 +281,20 @@ class DBuffer:
             f"{self.range.stop}) of {self.layout.size}, {self.placements}, {self.dtype}, "
             f"{self.device})"
         )
+
+
+class PendingBuffer:
+    """A redistributed buffer on its way: ``wait()`` returns it, on any number of calls."""
+
+    def __init__(self, finish: Callable[[], DBuffer]) -> None:
+        self._finish: Callable[[], DBuffer] | None = finish
+        self._result: DBuffer | None = None
+
+    def wait(self) -> DBuffer:
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+        assert self._result is not None
+        return self._result
 
 
 def checked_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -297,6 +337,10 @@ def _order_of_dims(source: Sequence[Placement], target: Sequence[Placement]) -> 
     ]
     unsharded = [dim for dim in changed if isinstance(source[dim], RowAtomic)]
     return [*unsharded, *(dim for dim in reversed(changed) if dim not in unsharded)]
+
+
+def _arrived(started: Pending | Tensor) -> Tensor:
+    return started.wait() if isinstance(started, Pending) else started
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:

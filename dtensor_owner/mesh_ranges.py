@@ -54,13 +54,18 @@ def rank_segments(
     for mesh_dim in reversed(sharded_mesh_dims(placements)):
         index = index * sizes[mesh_dim] + coordinate[mesh_dim]
         num_shards *= sizes[mesh_dim]
+    per_rank = segments_per_shard(dp_size, num_shards)
+    return range(index * per_rank, (index + 1) * per_rank)
+
+
+def segments_per_shard(dp_size: int, num_shards: int) -> int:
+    """How many segments of a layout each of ``num_shards`` ranks gets."""
     if dp_size % num_shards:
         raise ValueError(
             f"A layout of {dp_size} segments cannot be dealt out to {num_shards} ranks "
-            f"(mesh {sizes}, {tuple(placements)}): build it with a multiple of {num_shards}."
+            f"evenly: build it with a multiple of {num_shards}."
         )
-    per_rank = dp_size // num_shards
-    return range(index * per_rank, (index + 1) * per_rank)
+    return dp_size // num_shards
 
 
 def mesh_sizes(mesh: Any) -> tuple[int, ...]:

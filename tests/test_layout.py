@@ -320,17 +320,6 @@ def test_sharding_a_second_mesh_dim_only_narrows_ranges(shapes, mesh):
     assert sorted(seen) == sorted(layout.segments)
 
 
-def test_placements_of_a_tensor_on_a_replicated_and_a_sharded_mesh_dim():
-    layout = build_row_atomic_layout([(3, 2), (5, 1)], 4)
-    other = Other()
-    placements = layout.tensor_placements(1, (2, 2), (other, RowAtomic()))
-    rows = layout.rows(1)
-    assert placements == (other, RowAtomic((rows[0] + rows[1], rows[2] + rows[3])))
-    assert layout.tensor_placements(1, (4,), (RowAtomic(),)) == (layout.placement(1),)
-    with pytest.raises(NotImplementedError, match=r"mesh dims \[0, 1\]"):
-        layout.tensor_placements(1, (2, 2), (RowAtomic(), RowAtomic()))
-
-
 def test_mesh_errors():
     layout = build_row_atomic_layout([(3, 2)], 4)
     with pytest.raises(ValueError, match="must come last"):

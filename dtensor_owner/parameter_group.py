@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from dtensor_owner.buffer import DBuffer
+from dtensor_owner.buffer import DBuffer, PendingBuffer
 from dtensor_owner.gradients import GradientPacking
-from dtensor_owner.layout import ShardLayout, build_row_atomic_layout
-from dtensor_owner.mesh_ranges import mesh_sizes
+from dtensor_owner.layout import GlobalLayout
 from dtensor_owner.mxfp8_weights import MXFP8Gather
-from placements.row_atomic import RowAtomic
+from dtensor_owner.neighbours import Neighbours
+from placements.torch_hooks import local_tensor, set_local_tensor, wrap_like
 
 
 @dataclass
@@ -37,50 +39,77 @@ class ParameterGroup:
     Args:
         managed: The parameters, in the order of the layout; all of one dtype, device and
             ``requires_grad``.
-        mesh: A 1-D mesh to shard over.
-        shard_layout: Padded or not.
-        block_size: Rows that stay together.
+        mesh: The mesh.
+        placements: One per mesh dim: ``RowAtomic()`` where the buffer is sharded, else
+            ``Replicate()``.
+        layout: Where the parameters lie, with a segment for each shard.
         mp_policy: Dtypes of gathers and reductions; None means the parameters' own.
         mxfp8: Gather the weights as MXFP8 planes; all parameters must be fit for it.
+        kept_ranks: What to keep of the gathered weights between forward and backward: a part
+            such that this many neighbours hold all of them; None keeps nothing.
     """
+
+    #: Reduce gradients in backward; otherwise add them up, for a later backward that does.
+    sync_gradients = True
 
     def __init__(
         self,
         managed: Sequence[ManagedParameter],
         mesh: DeviceMesh,
         *,
-        shard_layout: ShardLayout,
-        block_size: int,
+        placements: Sequence[Placement],
+        layout: GlobalLayout,
         mp_policy: MixedPrecisionPolicy,
         mxfp8: bool = False,
+        kept_ranks: int | None = None,
     ) -> None:
         self.names = [m.name for m in managed]
         self._owners = [m.owners for m in managed]
         self.mesh = mesh
-        self.placements: tuple[Placement, ...] = (RowAtomic(),)
-        self.layout = build_row_atomic_layout(
-            [m.parameter.shape for m in managed],
-            mesh_sizes(mesh)[-1],
-            block_size=block_size,
-            shard_layout=shard_layout,
-        )
-        self.buffer = DBuffer.distribute_tensors(
-            [m.parameter for m in managed], mesh, self.placements, layout=self.layout
-        )
+        self.placements = tuple(placements)
+        self.layout = layout
+        full = [m.parameter for m in managed]
+        self._use_buffer(DBuffer.distribute_tensors(full, mesh, self.placements, layout=layout))
         self.mxfp8 = MXFP8Gather(self.layout, self.names) if mxfp8 else None
+        self._neighbours = Neighbours(mesh, kept_ranks) if kept_ranks is not None else None
         self._policy = mp_policy
         self._packing = GradientPacking(self.layout)
-        self._shown: dict[int, Sequence[Tensor]] = {}
+        self._start()
         self.parameters = [self._shard(i, m) for i, m in enumerate(managed)]
 
-    def _shard(self, i: int, managed: ManagedParameter) -> nn.Parameter:
+    def _start(self) -> None:
+        """What a group forgets between steps."""
+        self._shown: dict[int, Sequence[Tensor]] = {}
+        # Weights by the version of the parameters they were made from.
+        self._coming: tuple[int, PendingBuffer] | None = None
+        self._held: tuple[int, Tensor] | None = None
+        self._kept: tuple[int, Tensor] | None = None
+        self._narrower: tuple[int, DBuffer] | None = None
+        self._accumulated: tuple[Tensor, list[bool]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterGroup:
+        """A group of its own for a copied module, with parameters in a buffer of its own."""
+        if self._shown:
+            raise RuntimeError(
+                f"The weights of {self.names} are gathered: copy the module outside of forward "
+                "and backward, and after reshard()."
+            )
+        copied = memo[id(self)] = object.__new__(ParameterGroup)
+        vars(copied).update(vars(self))  # mesh, layout and policies are values
+        copied._start()
+        copied._owners = copy.deepcopy(self._owners, memo)
+        copied.parameters = [copy.deepcopy(parameter, memo) for parameter in self.parameters]
+        copied._move_into_buffer(copied.parameters)
+        return copied
+
+    def _shard(self, i: int, managed: ManagedParameter) -> DTensor:
         """Make parameter ``i`` a DTensor and put it wherever the full one was."""
         requires_grad = managed.parameter.requires_grad
         sharded = nn.Parameter(self.buffer.get_dtensor(i), requires_grad=requires_grad)
         vars(sharded).update(vars(managed.parameter))  # marks that users set on parameters
         for module, name in managed.owners:
             setattr(module, name, sharded)
-        return sharded
+        return cast(DTensor, sharded)  # a parameter that wraps a DTensor is one
 
     @property
     def requires_grad(self) -> bool:
@@ -106,10 +135,8 @@ class ParameterGroup:
             ValueError: The parameters differ in dtype or device.
         """
         current = [self._registered(i) for i in range(len(self.parameters))]
-        with torch.no_grad():
-            local = [parameter.to_local() for parameter in current]
-            if any(map(self._is_elsewhere, range(len(local)), local)):
-                self._move_into_buffer(local)
+        if any(map(self._is_elsewhere, range(len(current)), map(local_tensor, current))):
+            self._move_into_buffer(current)
         for i, parameter in enumerate(current):
             if parameter is not self.parameters[i]:
                 self.parameters[i] = parameter
@@ -121,7 +148,7 @@ class ParameterGroup:
                 "on the model and initialize it before the first forward."
             )
 
-    def _registered(self, i: int) -> nn.Parameter:
+    def _registered(self, i: int) -> DTensor:
         module, name = self._owners[i][0]
         parameter = module._parameters.get(name)
         ours = self.parameters[i]
@@ -139,12 +166,12 @@ class ParameterGroup:
         return parameter
 
     def _is_elsewhere(self, i: int, local: Tensor) -> bool:
-        view = self.buffer.get_local_tensor(i)
-        if (local.dtype, local.device) != (view.dtype, view.device):
+        if (local.dtype, local.device) != (self.buffer.dtype, self.buffer.device):
             return True
-        return bool(local.numel()) and local.data_ptr() != view.data_ptr()
+        return bool(local.numel()) and local.data_ptr() != self._addresses[i]
 
-    def _move_into_buffer(self, local: Sequence[Tensor]) -> None:
+    def _move_into_buffer(self, parameters: Sequence[DTensor]) -> None:
+        local = [local_tensor(parameter) for parameter in parameters]
         kinds = {(tensor.dtype, tensor.device) for tensor in local}
         if len(kinds) > 1:
             raise ValueError(
@@ -153,20 +180,83 @@ class ParameterGroup:
             )
         dtype, device = kinds.pop()
         flat = torch.zeros(self.buffer.range.numel, dtype=dtype, device=device)
-        self.buffer = DBuffer.from_local(flat, self.mesh, self.placements, self.layout)
-        for i, tensor in enumerate(local):
-            view = self.buffer.get_local_tensor(i)
-            view.copy_(tensor)
-            tensor.set_(view)  # the DTensor's own local tensor, whoever refers to it
+        with torch.no_grad():
+            self._use_buffer(DBuffer.from_local(flat, self.mesh, self.placements, self.layout))
+            for view, tensor, parameter in zip(self._views, local, parameters):
+                view.copy_(tensor)
+                set_local_tensor(parameter, view)  # whoever refers to the parameter
+
+    def _use_buffer(self, buffer: DBuffer) -> None:
+        self.buffer = buffer
+        self._views = [buffer.get_local_tensor(i) for i in range(len(self.names))]
+        self._addresses = [view.data_ptr() for view in self._views]
 
     # ---------------------------------------------------------------------- weights
 
-    def gather(self) -> Tensor:
+    def prefetch(self) -> None:
+        """Issue the gather that ``weights`` will wait for; every rank must call it."""
+        version = self.version()
+        if self._valid(self._coming, version) is None and self._valid(self._held, version) is None:
+            self._coming = version, self.start_gather()
+
+    def weights(self) -> Tensor:
         """All weights in one flat tensor of the compute dtype; every rank must call it."""
-        if self.mxfp8 is not None:
-            return self.mxfp8(self.buffer, self.compute_dtype).local_buffer
+        version = self.version()
+        held = self._valid(self._held, version)
+        if held is not None:
+            return held
+        coming = self._valid(self._coming, version)
+        self._coming = None
+        return (coming if coming is not None else self.start_gather()).wait().local_buffer
+
+    def forget_prefetched(self) -> None:
+        """Drop a gather that nobody has waited for."""
+        self._coming = None
+
+    def hold(self, flat: Tensor | None) -> None:
+        """Let ``weights`` return this tensor until the parameters change; None ends it."""
+        self._held = None if flat is None else (self.version(), flat)
+
+    def keep_part(self, flat: Tensor | None) -> None:
+        """Keep this rank's part of gathered weights for the next gather; None drops it."""
+        if self._neighbours is not None:
+            self._kept = None if flat is None else (self.version(), self._neighbours.part(flat))
+
+    @staticmethod
+    def _valid(entry: tuple[int, Any] | None, version: int) -> Any:
+        return entry[1] if entry is not None and entry[0] == version else None
+
+    def start_gather(self) -> PendingBuffer:
+        """Issue a gather of all weights; what it returns is waited for."""
         replicated = [Replicate()] * self.mesh.ndim
-        return self.buffer.cast(self.compute_dtype).redistribute(replicated).local_buffer
+        kept = self._valid(self._kept, self.version())
+        if kept is not None:
+            assert self._neighbours is not None
+            part = self._neighbours.gather_async(kept, self.layout.size)
+            return PendingBuffer(
+                lambda: DBuffer.from_local(part.wait(), self.mesh, replicated, self.layout)
+            )
+        if self.mxfp8 is not None:
+            buffer = self.mxfp8(self.buffer, self.compute_dtype)
+            return PendingBuffer(lambda: buffer)
+        return self._inner_shards().redistribute_async(replicated)
+
+    def _inner_shards(self) -> DBuffer:
+        """Shards in the compute dtype, gathered over all sharded mesh dims but the last.
+
+        Where there are such mesh dims, the result is kept until the parameters change.
+        """
+        replicated = [Replicate()] * (self.mesh.ndim - 1)
+        if list(self.placements[:-1]) == replicated:
+            return self.buffer.cast(self.compute_dtype)
+        version = self.version()
+        found = self._valid(self._narrower, version)
+        if found is None:
+            found = self.buffer.cast(self.compute_dtype).redistribute(
+                [*replicated, self.placements[-1]]
+            )
+            self._narrower = version, found
+        return found
 
     def full_tensors(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Views of the gathered weights, one per parameter."""
@@ -178,8 +268,7 @@ class ParameterGroup:
 
     def version(self) -> int:
         """A number that changes when a parameter is changed in place."""
-        with torch.no_grad():
-            return sum(p._version + p.to_local()._version for p in self.parameters)
+        return sum(p._version + local_tensor(p)._version for p in self.parameters)
 
     def show(self, key: int, tensors: Sequence[Tensor]) -> None:
         """Let the modules see these tensors instead of their sharded parameters.
@@ -206,24 +295,53 @@ class ParameterGroup:
 
     # -------------------------------------------------------------------- gradients
 
-    def reduce(self, gradients: Sequence[Tensor | None]) -> list[DTensor | None]:
-        """Average full gradients over the ranks and keep this rank's rows; one reduce-scatter.
+    def start_reduce(self, gradients: Sequence[Tensor | None]) -> PendingGradients | None:
+        """Issue the reduction of full gradients to this rank's rows; one reduce-scatter.
 
         Args:
             gradients: Of each parameter on this rank; None counts as zero if another rank
                 has one.
 
         Returns:
-            Gradients placed as the parameters are; None where no rank has one.
+            What to wait for; None where ``sync_gradients`` is off.
         """
         dtype = self._policy.reduce_dtype or self.compute_dtype
         packed = self._packing.pack(gradients, dtype=dtype, device=self.buffer.device)
-        partial = [Partial("avg")] * self.mesh.ndim
-        reduced = DBuffer.from_local(packed, self.mesh, partial, self._packing.layout).redistribute(
-            self.placements
-        )
-        used_here = [gradient is not None for gradient in gradients]
-        local, used = self._packing.split(reduced.local_buffer, self.buffer.range.numel, used_here)
+        used = [gradient is not None for gradient in gradients]
+        if self._accumulated is not None:
+            earlier, used_earlier = self._accumulated
+            packed += earlier
+            used = [now or before for now, before in zip(used, used_earlier)]
+        self._accumulated = None if self.sync_gradients else (packed, used)
+        if not self.sync_gradients:
+            return None
+        partial = [Partial("sum")] * self.mesh.ndim
+        buffer = DBuffer.from_local(packed, self.mesh, partial, self._packing.layout)
+        return PendingGradients(self, buffer.redistribute_async(self.placements), used)
+
+    def finish_reduce(self, reduced: Tensor, used_here: list[bool]) -> list[DTensor | None]:
+        """Gradients placed as the parameters are, from this rank's part of the sum."""
+        local, used = self._packing.split(reduced, self.buffer.range.numel, used_here)
+        if self.mesh.size() > 1:
+            local.div_(self.mesh.size())
         local = local.to(self.buffer.dtype)
         buffer = DBuffer.from_local(local, self.mesh, self.placements, self.layout)
-        return [buffer.get_dtensor(i) if used[i] else None for i in range(len(self.parameters))]
+        return [
+            wrap_like(buffer.get_local_tensor(i), parameter) if used[i] else None
+            for i, parameter in enumerate(self.parameters)
+        ]
+
+
+class PendingGradients:
+    """Gradients of a group on their way to the ranks that keep them."""
+
+    def __init__(self, group: ParameterGroup, reduced: PendingBuffer, used: list[bool]) -> None:
+        self._group, self._reduced, self._used = group, reduced, used
+
+    def arrive(self) -> None:
+        """Wait for the collectives."""
+        self._reduced.wait()
+
+    def wait(self) -> list[DTensor | None]:
+        """The average over the ranks; None where no rank has a gradient."""
+        return self._group.finish_reduce(self._reduced.wait().local_buffer, self._used)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dtensor_owner.parameter_group import ParameterGroup
+from dtensor_owner.parameter_group import ParameterGroup, PendingGradients
 
 _keys = count()
 
@@ -23,26 +24,36 @@ class GroupUse:
     Args:
         group: The group.
         keep: Keep the gathered weights until backward is done, instead of gathering twice.
+        ahead: How many groups earlier than its first use ``prepare`` is called; so many
+            reductions may be under way when this one is issued.
     """
 
-    def __init__(self, group: ParameterGroup, *, keep: bool) -> None:
+    def __init__(self, group: ParameterGroup, *, keep: bool, ahead: int = 0) -> None:
         self.group = group
         self.keep = keep
         self.flat: Tensor | None = None
         self.in_backward = False
         #: Uses without a backward of their own (frozen weights), over when this one's is.
         self.followers: list[GroupUse] = []
+        self._ahead = ahead
+        self._anchor: tuple[_Reduction, Tensor] | None = None
         self._key = next(_keys)
         self._version = 0
         self._backward_over = False
         # A graph may be dropped without a backward; then nothing else takes the weights away.
-        weakref.finalize(self, group.hide, self._key).atexit = False  # type: ignore[misc]
+        weakref.finalize(self, group.hide, self._key).atexit = False
+
+    def prepare(self) -> None:
+        """Issue the gather, before other modules run that come first."""
+        self.group.adopt_changes()
+        self.group.prefetch()
+        if self._anchor is None and torch.is_grad_enabled() and self.group.requires_grad:
+            self._anchor = _anchor(self.group, self._ahead)
 
     def start_forward(self, flat: Tensor | None = None) -> None:
-        """Gather the weights (or take ``flat``) and show them to the modules."""
-        self.group.adopt_changes()
+        """Wait for the weights (or take ``flat``) and show them to the modules."""
         self._version = self.group.version()
-        self.flat = self.group.gather() if flat is None else flat
+        self.flat = self.group.weights() if flat is None else flat
         self.group.show(self._key, self._tensors(ends_backward=True))
         if torch.is_grad_enabled() and not self.keep:
             _gathered[self.flat.untyped_storage().data_ptr()] = self
@@ -50,10 +61,32 @@ class GroupUse:
     def end_forward(self) -> None:
         """Take the weights away from the modules, and free them unless they are kept."""
         self.group.hide(self._key)
-        if self.flat is not None:
-            _gathered.pop(self.flat.untyped_storage().data_ptr(), None)
+        if self.flat is None:
+            return
+        _gathered.pop(self.flat.untyped_storage().data_ptr(), None)
         if not self.keep or not torch.is_grad_enabled():
+            if torch.is_grad_enabled():
+                self.group.keep_part(self.flat)
             self.flat = None
+
+    def start_unsharded(self) -> None:
+        """Gather and show the weights, outside of any forward."""
+        self.group.adopt_changes()
+        self._version = self.group.version()
+        self.flat = self.group.weights()
+        self.group.hold(self.flat)
+        self.group.show(self._key, self._tensors(ends_backward=False))
+
+    def end_unsharded(self) -> None:
+        """Undo ``start_unsharded``."""
+        self.group.hide(self._key)
+        self.group.hold(None)
+        self.flat = None
+
+    def prepare_backward(self) -> None:
+        """Issue the gather for backward, where the weights were freed."""
+        if self.flat is None:
+            self.group.prefetch()
 
     def start_backward(self) -> None:
         """Show the weights again: activation checkpointing runs parts of forward in backward.
@@ -71,13 +104,15 @@ class GroupUse:
 
     def _tensors(self, *, ends_backward: bool) -> tuple[Tensor, ...]:
         assert self.flat is not None
-        if self.group.requires_grad and torch.is_grad_enabled():
-            return _Unshard.apply(self, self.flat, ends_backward, *self.group.parameters)
-        return self.group.full_tensors(self.flat)
+        if not (self.group.requires_grad and torch.is_grad_enabled()):
+            return self.group.full_tensors(self.flat)
+        (reduction, token), self._anchor = self._anchor or _anchor(self.group, ahead=0), None
+        return _Unshard.apply(reduction, token, self.flat, self if ends_backward else None)
 
     def end_backward(self) -> None:
         """Take the weights away and free them; without effect the second time."""
         self.group.hide(self._key)
+        self.group.keep_part(None)
         self.flat = None
         self.in_backward, self._backward_over = False, True
         for follower in self.followers:
@@ -88,7 +123,7 @@ class GroupUse:
         if self.flat is not None:
             return self.flat
         self._check_version()
-        flat = self.group.gather()
+        flat = self.group.weights()
         if not self._backward_over:
             self.flat = flat
         return flat
@@ -102,24 +137,85 @@ class GroupUse:
             )
 
 
+# ------------------------------------------------------------------------ into the graph
+
+
+class _Reduction:
+    """Carries gradients of one use from the node that issues the reduction to the one that waits.
+
+    Two nodes of the graph lead from the parameters to the full weights. In backward the later
+    one issues the reduction of the gradients, the earlier one waits for it. Autograd runs what
+    was made last first: where the earlier node was made before the weights of other modules, it
+    waits only when those modules have issued theirs, so that reductions overlap their backward.
+
+    Args:
+        group: The group.
+        ahead: How many reductions may be under way while a module computes.
+    """
+
+    def __init__(self, group: ParameterGroup, ahead: int) -> None:
+        self.group = group
+        self._ahead = ahead
+        self._pending: PendingGradients | None = None
+
+    def start(self, gradients: Sequence[Tensor | None]) -> None:
+        while len(_under_way) >= max(1, self._ahead):
+            _under_way.popleft().arrive()
+        self._pending = self.group.start_reduce(gradients)
+        if self._pending is not None:
+            _under_way.append(self._pending)
+
+    def finish(self) -> Sequence[Tensor | None]:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return [None] * len(self.group.parameters)
+        if pending in _under_way:
+            _under_way.remove(pending)
+        return pending.wait()
+
+
+#: Reductions that were issued and not waited for, oldest first. Each keeps full gradients.
+_under_way: deque[PendingGradients] = deque()
+
+
+def _anchor(group: ParameterGroup, ahead: int) -> tuple[_Reduction, Tensor]:
+    """The earlier of the two nodes, as the token that it returns."""
+    reduction = _Reduction(group, ahead)
+    return reduction, _Parameters.apply(reduction, *group.parameters)
+
+
+class _Parameters(torch.autograd.Function):
+    """From sharded parameters to a token that stands for them; backward waits for gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, reduction: _Reduction, *parameters: nn.Parameter) -> Tensor:
+        ctx.reduction = reduction
+        return torch.empty(0, device=reduction.group.buffer.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.reduction.finish()
+
+
 class _Unshard(torch.autograd.Function):
-    """From sharded parameters to full weights; backward reduces the gradients of the weights."""
+    """From the token to full weights; backward issues the reduction of their gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, use: GroupUse, flat: Tensor, ends_backward: bool, *parameters: nn.Parameter
+        ctx: Any, reduction: _Reduction, token: Tensor, flat: Tensor, ending: GroupUse | None
     ) -> tuple[Tensor, ...]:
-        ctx.use, ctx.ends_backward = use, ends_backward
+        ctx.reduction, ctx.ending = reduction, ending
         ctx.set_materialize_grads(False)  # unused weights then come as None
-        return use.group.full_tensors(flat)
+        return reduction.group.full_tensors(flat)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        use: GroupUse = ctx.use
-        if ctx.ends_backward:
-            use.end_backward()
-        return None, None, None, *use.group.reduce(gradients)
+        if ctx.ending is not None:
+            ctx.ending.end_backward()
+        ctx.reduction.start(gradients)
+        return None, torch.empty(0, device=ctx.reduction.group.buffer.device), None, None
 
 
 # ------------------------------------------------------------- weights saved for backward
@@ -134,7 +230,7 @@ class _SavedWeight(NamedTuple):
     use: GroupUse
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: Any
 
 
 def _pack(tensor: Tensor) -> Tensor | _SavedWeight:
@@ -158,3 +254,8 @@ def weights_not_saved() -> Iterator[None]:
     """Autograd keeps no gathered weight alive: it stores which one it was."""
     with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
         yield
+
+
+def forget_reductions() -> None:
+    """Drop what a backward that failed midway has left under way."""
+    _under_way.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dtensor_owner.buffer import DBuffer, PendingBuffer
 from dtensor_owner.fully_shard import FSDPModule, fully_shard
 from dtensor_owner.train.model import GPT, summed_loss
 
@@ -75,25 +77,46 @@ def assert_same_parameters(model: Model, reference: Model, **tolerance: Any) -> 
         torch.testing.assert_close(full(parameter), expected[name], **tolerance)
 
 
+class _Gathered:
+    """One gather: alive from its issue until the weights are freed."""
+
+    def __init__(self, module: str, pending: PendingBuffer) -> None:
+        self.module = module
+        self._pending: Any = weakref.ref(pending)
+        self._storage: StorageWeakRef | None = None
+
+        def recorded() -> DBuffer:
+            buffer = PendingBuffer.wait(self._pending())
+            self._storage = StorageWeakRef(buffer.local_buffer.untyped_storage())
+            return buffer
+
+        pending.wait = recorded  # without a reference to it, which would keep it alive
+
+    def is_alive(self) -> bool:
+        if self._storage is None:
+            return self._pending() is not None
+        return not self._storage.expired()
+
+
 def record_gathers(model: Model) -> Callable[[], list[str]]:
     """Record what is gathered from now on; the result names the modules whose weights live."""
-    storages: list[tuple[str, StorageWeakRef]] = []
+    found: list[_Gathered] = []
 
-    def recorded(module: str, gather: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def wrapper() -> Tensor:
-            flat = gather()
-            storages.append((module, StorageWeakRef(flat.untyped_storage())))
-            return flat
+    def recorded(module: str, start: Callable[[], PendingBuffer]) -> Callable[[], PendingBuffer]:
+        def wrapper() -> PendingBuffer:
+            pending = start()
+            found.append(_Gathered(module, pending))
+            return pending
 
         return wrapper
 
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             for group in module.parameter_groups:
-                group.gather = recorded(name, group.gather)
+                group.start_gather = recorded(name, group.start_gather)
 
     def alive() -> list[str]:
-        assert storages, "nothing was gathered: record before running the model"
-        return [module for module, storage in storages if not storage.expired()]
+        assert found, "nothing was gathered: record before running the model"
+        return [gathered.module for gathered in found if gathered.is_alive()]
 
     return alive

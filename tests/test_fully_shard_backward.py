@@ -75,23 +75,29 @@ def test_one_rank_communicates_nothing_here():
     assert run_ranks(1, one_rank_communicates_nothing) == [0]
 
 
-def peak_of_gathered_weights() -> list[list[str]]:
-    model = shard_gpt(make_gpt(), mesh_1d())
+def peak_of_gathered_weights(prefetch: int) -> list[list[str]]:
+    model = shard_gpt(make_gpt(), mesh_1d(), prefetch=prefetch)
+    tokens = mine(tokens_of(0, dist.get_world_size()))
+    gpt_loss(model, tokens).backward()  # the first step learns the order
     alive = record_gathers(model)
     seen: list[list[str]] = []
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda *_: seen.append(alive()))
             module.register_full_backward_hook(lambda *_: seen.append(alive()))
-    gpt_loss(model, mine(tokens_of(0, dist.get_world_size()))).backward()
+    gpt_loss(model, tokens).backward()
     return seen
 
 
-def test_only_the_running_block_and_the_root_are_gathered():
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_only_the_running_block_the_next_one_and_the_root_are_gathered(prefetch):
     linears = 7
-    forward = [["", "blocks.0"]] * linears + [["", "blocks.1"]] * linears
-    for seen in run_ranks(3, peak_of_gathered_weights):
-        assert seen == forward + forward[::-1]
+    first = ["", "blocks.0", "blocks.1"] if prefetch else ["", "blocks.0"]
+    forward = [first] * linears + [["", "blocks.1"]] * linears
+    last = ["", "blocks.1", "blocks.0"] if prefetch else ["", "blocks.1"]
+    backward = [last] * linears + [["", "blocks.0"]] * linears
+    for seen in run_ranks(3, peak_of_gathered_weights, prefetch):
+        assert seen == forward + backward
 
 
 # -------------------------------------------------------------------- activation checkpointing

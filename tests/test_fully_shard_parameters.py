@@ -241,8 +241,20 @@ def errors() -> None:
     shard_gpt(model, mesh)
     with pytest.raises(ValueError, match="already applied to this FSDPGPT"):
         fully_shard(model, mesh=mesh)
-    with pytest.raises(NotImplementedError, match="1-D mesh, got mesh dims"):
-        fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1, dist.get_world_size())))
+    two_dims = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    for dims in ("other", 2, ["shard", "other"]):
+        with pytest.raises(ValueError, match=r"the mesh has 2 dims of sizes \(1, 2\)"):
+            fully_shard(nn.Linear(2, 2), mesh=two_dims, shard_dims=dims)
+    with pytest.raises(ValueError, match=r"mesh dims \[0\] of 2: the sharded dims"):
+        fully_shard(nn.Linear(2, 2), mesh=two_dims, shard_dims="replicate")
+    with pytest.raises(NotImplementedError, match="rows are sharded over at most two"):
+        fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1, 1, 2)), shard_dims=[0, 1, 2])
+    with pytest.raises(ValueError, match=r"reshard_after_forward=3 ranks must divide the 2 ranks"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=3)
+    with pytest.raises(ValueError, match=r"needs equal shards, because every rank"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, symmetric_memory=True)
+    with pytest.raises(ValueError, match="prefetch must be >= 0, got -1"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, prefetch=-1)
     scalar = nn.Linear(2, 2)
     scalar.temperature = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"temperature has the 0-D shape \(\)"):

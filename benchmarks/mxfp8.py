@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -33,73 +33,63 @@ from dtensor_owner.mxfp8_report import MXFP8GroupReport
 from dtensor_owner.mxfp8_weights import MXFP8Gather
 from placements.row_atomic import RowAtomic
 
-REPEATS = 7
-SIZE = 4096
+REPEATS = 15
+SIZE = 2048
 GATHERED = [(2048, 2048)] * 4
 LAYERS = {"DeepSeek-V3, dense layer": DEEPSEEK_V3_DENSE, "Llama-3-8B layer": LLAMA_3_8B}
 DP_SIZES = (4, 16, 64)
 
 
-def best_seconds(function: Callable[[], object]) -> float:
-    """The shortest of a few runs is the least disturbed by other processes."""
-    times = []
+def best_seconds(functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """The shortest of a few runs, which is the least disturbed by other processes; in turns."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(REPEATS):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+    return {name: min(seconds) for name, seconds in times.items()}
 
 
 def print_quantize_table(threads: int) -> None:
     torch.set_num_threads(threads)
     x = torch.randn(SIZE, SIZE)
     rowwise, columnwise = quantize_rowwise(x), quantize_columnwise(x)
-    copy = best_seconds(x.clone)
+    seconds = best_seconds(
+        {
+            "copy": x.clone,
+            "cast to bf16": lambda: x.to(torch.bfloat16),
+            "quantize rowwise": lambda: quantize_rowwise(x),
+            "quantize columnwise": lambda: quantize_columnwise(x),
+            "dequantize rowwise": lambda: dequantize_rowwise(*rowwise),
+            "dequantize columnwise": lambda: dequantize_columnwise(*columnwise),
+        }
+    )
     print(f"fp32 {SIZE} x {SIZE}, {x.nbytes / 2**20:.0f} MiB, {threads} thread(s)\n")
     print("| | ms | GB/s of fp32 | times a copy |\n|---|---:|---:|---:|")
-    for name, function in {
-        "copy": x.clone,
-        "cast to bf16": lambda: x.to(torch.bfloat16),
-        "quantize rowwise": lambda: quantize_rowwise(x),
-        "quantize columnwise": lambda: quantize_columnwise(x),
-        "dequantize rowwise": lambda: dequantize_rowwise(*rowwise),
-        "dequantize columnwise": lambda: dequantize_columnwise(*columnwise),
-    }.items():
-        seconds = best_seconds(function)
-        rate = x.nbytes / seconds / 1e9
-        print(f"| {name} | {seconds * 1e3:.1f} | {rate:.2f} | {seconds / copy:.1f} |")
+    for name, taken in seconds.items():
+        rate = x.nbytes / taken / 1e9
+        print(f"| {name} | {taken * 1e3:.1f} | {rate:.2f} | {taken / seconds['copy']:.1f} |")
 
 
-def print_bytes_table() -> None:
-    print(
-        "| layer | DP | layout | MXFP8 planes, MiB | of that padding | bf16, MiB "
-        "| MXFP8 / bf16 | MXFP8 / padded bf16 |\n|---|---:|---|---:|---:|---:|---:|---:|"
-    )
+def bytes_table() -> str:
+    """MiB that a gather of one layer's weights brings to each rank, as a Markdown table."""
+    lines = [
+        "| layer | DP | bf16, padded | bf16, unpadded | MXFP8, padded | MXFP8, unpadded |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for layer, shapes in LAYERS.items():
         for dp_size in DP_SIZES:
-            reports = {
-                kind: MXFP8GroupReport(
-                    layer,
-                    MXFP8Layout(
-                        build_row_atomic_layout(
-                            shapes.values(), dp_size, block_size=32, shard_layout=kind
-                        )
-                    ),
-                    dp_size,
+            sizes = []
+            for kind in (ShardLayout.PADDED, ShardLayout.UNPADDED):
+                layout = build_row_atomic_layout(
+                    shapes.values(), dp_size, block_size=32, shard_layout=kind
                 )
-                for kind in ShardLayout
-            }
-            padded_bf16 = reports[ShardLayout.PADDED].bf16_step_bytes
-            for kind, report in reports.items():
-                planes = report.planes[:2]
-                padding = sum(plane.padding for plane in planes)
-                mib = sum(plane.payload for plane in planes) + padding
-                bf16 = report.layouts.data.size * 2
-                print(
-                    f"| {layer} | {dp_size} | {kind.value} | {mib / 2**20:,.0f} "
-                    f"| {100 * padding / mib:.1f} % | {bf16 / 2**20:,.0f} "
-                    f"| {mib / bf16:.3f} | {report.step_bytes / padded_bf16:.3f} |"
-                )
+                planes = MXFP8GroupReport(layer, MXFP8Layout(layout), dp_size).planes[:2]
+                sizes.append((layout.size * 2, sum(p.payload + p.padding for p in planes)))
+            texts = (f"{size / 2**20:,.1f}" for column in zip(*sizes) for size in column)
+            lines.append(f"| {layer} | {dp_size} | {' | '.join(texts)} |")
+    return "\n".join(lines)
 
 
 def gather_seconds(rank: int, ranks: int, folder: str) -> None:
@@ -120,14 +110,18 @@ def gather_seconds(rank: int, ranks: int, folder: str) -> None:
 
         return run
 
-    by_bf16 = best_seconds(synchronized(lambda: master.cast(bf16).redistribute([Replicate()])))
-    by_mxfp8 = best_seconds(synchronized(lambda: mxfp8(master, bf16)))
+    seconds = best_seconds(
+        {
+            "bf16": synchronized(lambda: master.cast(bf16).redistribute([Replicate()])),
+            "MXFP8": synchronized(lambda: mxfp8(master, bf16)),
+        }
+    )
     if rank == 0:
         print(f"{len(GATHERED)} matrices {GATHERED[0]}, {ranks} gloo ranks on this machine\n")
         print("| gather | bytes | ms |\n|---|---:|---:|")
-        print(f"| bf16 | {master.layout.size * 2:,} | {by_bf16 * 1e3:.1f} |")
+        print(f"| bf16 | {master.layout.size * 2:,} | {seconds['bf16'] * 1e3:.1f} |")
         size = mxfp8.layouts.data.size + mxfp8.layouts.rowwise_scale.size
-        print(f"| MXFP8, dequantized to bf16 | {size:,} | {by_mxfp8 * 1e3:.1f} |")
+        print(f"| MXFP8, dequantized to bf16 | {size:,} | {seconds['MXFP8'] * 1e3:.1f} |")
     dist.destroy_process_group()
 
 
@@ -138,7 +132,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print_quantize_table(arguments.threads)
     print()
-    print_bytes_table()
+    print(bytes_table())
     print()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(gather_seconds, (arguments.ranks, folder), nprocs=arguments.ranks)

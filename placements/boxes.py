@@ -104,8 +104,8 @@ def check_placements(
             )
         if isinstance(placement, Owner):
             placement.check_rank(mesh_shape[mesh_dim])
-        known = is_ours(placement) or isinstance(placement, (Replicate, Partial))
-        if not known and type(placement) is not Shard:
+        # Exact types: torch's private ones (strided shards, norms, masks) mean something else.
+        if not is_ours(placement) and type(placement) not in (Replicate, Partial, Shard):
             raise NotImplementedError(
                 f"{placement} on mesh dim {mesh_dim} has no rule beside "
                 f"{[p for p in placements if is_ours(p)]}: use Shard, Replicate or Partial there."

@@ -31,7 +31,13 @@ from placements.op_reductions import REDUCTIONS
 from placements.op_views import VIEWS
 from placements.owner import Owner
 from placements.row_atomic import RowAtomic
-from placements.torch_hooks import DTensorSpec, OpSchema, OutputSharding, ShardingPlaceholder
+from placements.torch_hooks import (
+    DTensorSpec,
+    NormPartial,
+    OpSchema,
+    OutputSharding,
+    ShardingPlaceholder,
+)
 
 aten = torch.ops.aten
 
@@ -89,6 +95,8 @@ def _check_kind(call: OpCall) -> None:
         is_dynamic = any(spec.tensor_meta.dtype in _MASKS for spec in call.specs[1:])  # type: ignore[union-attr]
     if is_dynamic:
         raise call.refuse("the shape of its result depends on the values.")
+    if torch.Tag.inplace_view in tags:
+        raise call.refuse("it would change the shape of a tensor in place.")
     if torch.Tag.nondeterministic_seeded in tags:
         raise call.refuse("there is no rule for its random numbers.")
 
@@ -234,8 +242,10 @@ def _wanted(call: OpCall, rules: list[Rule], index: int) -> tuple[Placement, ...
 def _check_output(call: OpCall, shape: Sequence[int], placements: tuple[Placement, ...]) -> None:
     if not any(map(is_ours, placements)):
         return
+    # A norm of parts is a partial value like any other where shapes are concerned.
+    plain = [Partial() if type(p) is NormPartial else p for p in placements]
     try:
-        check_placements(tuple(shape), tuple(call.mesh.shape), placements)
+        check_placements(tuple(shape), tuple(call.mesh.shape), plain)
     except (ValueError, NotImplementedError) as error:
         raise call.refuse(f"its result would be {placements}: {error}") from error
 

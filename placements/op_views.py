@@ -239,8 +239,8 @@ def _new(call: OpCall) -> Rules:
 
 def _in_place(call: OpCall) -> Rules:
     def rules_on(mesh_dim: int) -> list[Rule]:
-        present = call.placements(mesh_dim)[0]
-        return [Rule((present,), (present,))]
+        present, *values = call.placements(mesh_dim)
+        return [Rule((present, *(Replicate() for _ in values)), (present,))]
 
     return rules_on, None
 
@@ -272,5 +272,5 @@ VIEWS: dict[Any, Callable[[OpCall], Rules]] = {
     **_ops(_join(True), "stack"),
     **_ops(_like, "zeros_like", "ones_like", "empty_like", "full_like"),
     **_ops(_new, "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
-    **_ops(_in_place, "zero_", "fill_.Scalar", "detach_"),
+    **_ops(_in_place, "zero_", "fill_.Scalar", "fill_.Tensor", "detach_"),
 }

@@ -21,7 +21,7 @@ import torch.distributed.tensor._redistribute as _redistribute
 import torch.distributed.tensor._utils as _utils
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
@@ -161,18 +161,36 @@ def _redistribute_hook(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
             )
         for spec in (current_spec, target_spec):
             _check_shard_order(spec)
-        if not any_ours(source) and any(type(p) is NormPartial for p in source):
-            # Torch knows how to finish its own partial norms; then ours cuts the result.
-            whole = DTensorSpec(
-                current_spec.mesh, (Replicate(),) * len(source), current_spec.tensor_meta
-            )
-            local_tensor = stock(local_tensor, current_spec, whole, **kwargs)
-            source = whole.placements
-        return redistribute_local(
-            local_tensor, current_spec.shape, current_spec.mesh, source, target
-        )
+        move = _redistribute_norms if _norm_orders(source) else redistribute_local
+        return move(local_tensor, current_spec.shape, current_spec.mesh, source, target)
 
     return redistribute_local_tensor
+
+
+def _norm_orders(placements: Sequence[Placement]) -> set[float]:
+    return {placement.norm_type for placement in placements if type(placement) is NormPartial}
+
+
+def _redistribute_norms(
+    local: Tensor,
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+) -> Tensor:
+    """p-norms of parts combine as the p-th root of the sum of their p-th powers."""
+    orders = _norm_orders((*source, *target))
+    if len(orders) > 1:
+        raise NotImplementedError(
+            f"No rule for {tuple(source)} -> {tuple(target)}: norms of orders {sorted(orders)} do "
+            "not combine; redistribute each to Replicate() first."
+        )
+    order = orders.pop()
+    before, after = (
+        tuple(Partial("sum") if type(p) is NormPartial else p for p in placements)
+        for placements in (source, target)
+    )
+    return redistribute_local(local.abs() ** order, shape, mesh, before, after) ** (1 / order)
 
 
 def _check_equals_hook(stock: Callable[..., bool]) -> Callable[..., bool]:

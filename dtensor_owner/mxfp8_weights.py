@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 
-from dtensor_owner.buffer import DBuffer
+from dtensor_owner.buffer import DBuffer, PendingBuffer
 from dtensor_owner.layout import GlobalLayout
 from dtensor_owner.mxfp8 import BLOCK, QUANTIZED_FROM
 from dtensor_owner.mxfp8_layout import MXFP8Layout
@@ -58,9 +59,14 @@ class MXFP8Gather:
     def __init__(self, layout: GlobalLayout, names: Sequence[str]) -> None:
         self.layouts = MXFP8Layout(layout, tuple(names))
 
-    def __call__(self, master: DBuffer, dtype: torch.dtype) -> DBuffer:
-        """All weights, quantized, gathered and dequantized; every rank must call it."""
+    def start(self, master: DBuffer, dtype: torch.dtype) -> PendingBuffer:
+        """Quantize the shards and issue their gather; the result dequantizes when waited for.
+
+        Every rank must call it.
+        """
         shards = QuantizedDBuffer(
             master.mesh, master.placements, self.layouts, master.device, directions=["rowwise"]
         )
-        return shards.quantize_from(master).all_gather().dequantize(dtype=dtype)
+        replicated = [Replicate()] * master.mesh.ndim
+        planes = shards.quantize_from(master).redistribute_async(replicated)
+        return PendingBuffer(lambda: planes.wait().dequantize(dtype=dtype))

@@ -237,8 +237,7 @@ class ParameterGroup:
                 lambda: DBuffer.from_local(part.wait(), self.mesh, replicated, self.layout)
             )
         if self.mxfp8 is not None:
-            buffer = self.mxfp8(self.buffer, self.compute_dtype)
-            return PendingBuffer(lambda: buffer)
+            return self.mxfp8.start(self.buffer, self.compute_dtype)
         return self._inner_shards().redistribute_async(replicated)
 
     def _inner_shards(self) -> DBuffer:

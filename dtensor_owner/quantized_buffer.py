@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
-from dtensor_owner.buffer import DBuffer
+from dtensor_owner.buffer import DBuffer, PendingBuffer
 from dtensor_owner.layout import GlobalLayout
 from dtensor_owner.mxfp8 import (
     BLOCK,
@@ -146,14 +146,17 @@ class QuantizedDBuffer:
         self, placements: Sequence[Placement], *, directions: Sequence[Direction] | None = None
     ) -> QuantizedDBuffer:
         """Bring planes to other placements, one after the other, as ``DBuffer.redistribute``."""
+        return self.redistribute_async(placements, directions=directions).wait()
+
+    def redistribute_async(
+        self, placements: Sequence[Placement], *, directions: Sequence[Direction] | None = None
+    ) -> PendingPlanes:
+        """As ``redistribute``, but returns when the first collective of each plane is issued."""
         directions = self.directions if directions is None else _checked_directions(directions)
         self._check_held(directions)
-        result = QuantizedDBuffer.__new__(QuantizedDBuffer)
         names = [name for direction in directions for name in PLANES[direction]]
-        result._init(
-            self.layouts, {name: self.planes[name].redistribute(placements) for name in names}
-        )
-        return result
+        planes = {name: self.planes[name].redistribute_async(placements) for name in names}
+        return PendingPlanes(self.layouts, planes)
 
     def get_tensor(self, i: int) -> MXFP8Tensor:
         """This rank's rows of tensor ``i``, views of the planes; ``(0, d1)`` if none."""
@@ -201,6 +204,19 @@ class QuantizedDBuffer:
             f"QuantizedDBuffer({len(self.layout.tensor_shapes)} tensors, "
             f"{' and '.join(self.directions)}, {self.placements}, {self.device})"
         )
+
+
+class PendingPlanes:
+    """Planes on their way: ``wait()`` returns them."""
+
+    def __init__(self, layouts: MXFP8Layout, planes: Mapping[str, PendingBuffer]) -> None:
+        self._layouts = layouts
+        self._planes = planes
+
+    def wait(self) -> QuantizedDBuffer:
+        result = QuantizedDBuffer.__new__(QuantizedDBuffer)
+        result._init(self._layouts, {name: plane.wait() for name, plane in self._planes.items()})
+        return result
 
 
 def _plane_layouts(layouts: MXFP8Layout, direction: Direction) -> tuple[GlobalLayout, GlobalLayout]:

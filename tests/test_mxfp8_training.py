@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from dtensor_owner.buffer import DBuffer, PendingBuffer
 from dtensor_owner.fully_shard import fully_shard
 from dtensor_owner.layout import ShardLayout
 from dtensor_owner.mxfp8 import dequantize_rowwise, quantize_rowwise
@@ -40,9 +42,9 @@ def tokens_of(step: int) -> Tensor:
     return torch.randint(0, 256, (4, SIZES["context"] + 1), generator=generator)
 
 
-def shard(model: GPT, **options: Any) -> GPT:
+def shard(model: GPT, mesh_shape: tuple[int, ...] | None = None, **options: Any) -> GPT:
     """Blocks in MXFP8, the embeddings and the last norm as they are."""
-    mesh = mesh_1d()
+    mesh = mesh_1d() if mesh_shape is None else init_device_mesh("cpu", mesh_shape)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, block_size=32, mxfp8=MXFP8, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -79,9 +81,8 @@ def reference_loss(model: GPT, tokens: Tensor, dtype: torch.dtype, quantize: boo
     return gpt_loss(Rounded(), tokens)  # type: ignore[arg-type]
 
 
-def compare_training(kind: ShardLayout, keep: bool) -> tuple[float, float]:
+def compare_training(**options: Any) -> tuple[float, float]:
     """Three steps of SGD; returns how far the weights are from MXFP8's and from fp32's."""
-    options = {"shard_layout": kind, "reshard_after_forward": not keep}
     model = shard(make_gpt(), **options)
     references = {quantize: make_gpt() for quantize in (True, False)}
     models: list[nn.Module] = [model, *references.values()]
@@ -115,14 +116,23 @@ def distance(model: nn.Module, reference: nn.Module) -> float:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("kind", list(ShardLayout))
 def test_training_equals_one_process_with_rounded_weights(world_size, kind):
-    for from_mxfp8, from_fp32 in run_ranks(world_size, compare_training, kind, keep=False):
+    for from_mxfp8, from_fp32 in run_ranks(world_size, compare_training, shard_layout=kind):
         assert from_mxfp8 < 2e-6
         assert from_fp32 > 1e-4  # control: the rounding matters
 
 
-def test_weights_may_be_kept_for_backward():
-    for from_mxfp8, _ in run_ranks(2, compare_training, ShardLayout.UNPADDED, keep=True):
+@pytest.mark.parametrize("reshard", [False, 2])
+def test_weights_may_be_kept_for_backward(reshard):
+    for from_mxfp8, _ in run_ranks(4, compare_training, reshard_after_forward=reshard):
         assert from_mxfp8 < 2e-6
+
+
+@pytest.mark.parametrize("shard_dims", [1, (0, 1)], ids=["HSDP", "HFSDP"])
+def test_two_mesh_dims(shard_dims):
+    options: dict[str, Any] = {"mesh_shape": (2, 2), "shard_dims": shard_dims}
+    for from_mxfp8, from_fp32 in run_ranks(4, compare_training, **options):
+        assert from_mxfp8 < 2e-6
+        assert from_fp32 > 1e-4
 
 
 def more_ranks_than_blocks() -> list[int]:
@@ -260,25 +270,23 @@ def test_activation_checkpointing():
 
 def gathered_bytes() -> dict[str, int]:
     """What a forward sends through the collectives, counted at the buffers that gather."""
-    from dtensor_owner.buffer import DBuffer
-
     sent: dict[str, int] = {}
-    redistribute = DBuffer.redistribute
+    redistribute = DBuffer.redistribute_async
 
-    def counted(self: DBuffer, *args: Any, **kwargs: Any) -> DBuffer:
-        result = redistribute(self, *args, **kwargs)
-        key = str(result.dtype).removeprefix("torch.")
-        sent[key] = sent.get(key, 0) + result.local_buffer.nbytes
-        return result
+    def counted(self: DBuffer, placements: Any) -> PendingBuffer:
+        pending = redistribute(self, placements)
+        key = str(self.dtype).removeprefix("torch.")
+        sent[key] = sent.get(key, 0) + pending.wait().local_buffer.nbytes
+        return pending
 
     layer = nn.Linear(64, 96, bias=False)
     fully_shard(layer, mesh=mesh_1d(), block_size=32, mxfp8=MXFP8)
-    DBuffer.redistribute = counted  # type: ignore[method-assign]
+    DBuffer.redistribute_async = counted  # type: ignore[method-assign]
     try:
         with torch.no_grad():
             layer(torch.randn(2, 64))
     finally:
-        DBuffer.redistribute = redistribute  # type: ignore[method-assign]
+        DBuffer.redistribute_async = redistribute  # type: ignore[method-assign]
     return sent
 
 

@@ -64,11 +64,14 @@ def test_even_starts_reach_from_end_to_end():
     assert empty.shape == (0, 20)
 
 
-def test_a_folder_is_read_in_order_without_binaries(tmp_path):
+def test_a_folder_is_read_in_order_without_binaries_and_hidden_files(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c.txt").write_bytes(b"second")
     (tmp_path / "a.txt").write_bytes(b"first")
     (tmp_path / "z.bin").write_bytes(b"\0\1")
+    (tmp_path / ".git").mkdir()
+    for hidden in (tmp_path / ".git" / "a", tmp_path / ".b"):
+        hidden.write_bytes(b"hidden")
     corpus = data.load_corpus(tmp_path, context=0)
     assert bytes(torch.cat([corpus.train, corpus.held_out]).tolist()) == b"first\nsecond"
     assert corpus.source == str(tmp_path)

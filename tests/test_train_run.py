@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from dtensor_owner.train.compiling import choose_backend
+from dtensor_owner.train.outputs import Metrics
 from dtensor_owner.train.steps import Ranks
+from dtensor_owner.usage import UsageError
 from tests.ranks import run_ranks
 
 SMALL = (
@@ -76,6 +78,12 @@ def test_the_command_compiles(tmp_path):
 def test_torchrun_starts_the_same_command(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2")
     _check(tmp_path, _train(tmp_path, "--no-compile", launcher=torchrun), 2)
+
+
+def test_results_that_cannot_be_written_are_found_at_once(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UsageError, match=r"--out .*file/out: cannot be written to: "):
+        Metrics(tmp_path / "file" / "out")
 
 
 def _choose_without_compiler(folder: str) -> tuple[str, str]:

@@ -75,14 +75,14 @@ class TrainConfig:
     device: str = _option(
         "cpu", "cpu: ranks talk through gloo; cuda: through NCCL", choices=("cpu", "cuda")
     )
-    layers: int = _option(4, "transformer blocks")
+    layers: int = _option(2, "transformer blocks")
     dim: int = _option(128, "width of the model")
     heads: int = _option(4, "attention heads; divides --dim")
     hidden: int = _option(341, "width of the gated MLP; odd, so that its rows do not divide")
     context: int = _option(128, "bytes the model sees at once")
     batch: int = _option(32, "sequences a step, over all ranks together")
-    lr: float = _option(0.01, "peak learning rate of Muon, or of AdamW with --optimizer adamw")
-    adamw_lr: float = _option(0.003, "peak learning rate of the AdamW beside Muon")
+    lr: float = _option(0.02, "peak learning rate of Muon")
+    adamw_lr: float = _option(0.005, "peak learning rate of AdamW")
     weight_decay: float = _option(0.01, "weight decay of the matrices")
     eval_sequences: int = _option(64, "held-out sequences the validation loss is taken over")
 

@@ -6,8 +6,9 @@ rank and on eight, and a rank takes its contiguous share of it.
 
 from __future__ import annotations
 
+import os
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,20 +35,18 @@ def load_corpus(data: Path | None, context: int) -> Corpus:
     """Read the text and split off a held-out part, the same way on every rank.
 
     Args:
-        data: A file, or a folder whose files are read in the order of their paths, files with
-            zero bytes left out; ``None`` for the Python standard library's own sources.
+        data: A file, or a folder whose files are read in the order of their paths, hidden ones
+            and ones with zero bytes left out; ``None`` for the Python standard library's sources.
         context: Bytes of one training sequence; each part must hold at least one and its target.
 
     Raises:
-        UsageError: There is no text, or too little.
+        UsageError: There is no text, too little, or it cannot be read.
     """
-    if data is None:
-        text, source = _standard_library(), "the Python standard library"
-    elif data.is_file():
-        text, source = data.read_bytes()[:MAX_CORPUS_BYTES], str(data)
-    else:
-        files = sorted(path for path in data.rglob("*") if path.is_file())
-        text, source = _read(files), str(data)
+    source = "the Python standard library" if data is None else str(data)
+    try:
+        text = _standard_library() if data is None else _read(_files(data))
+    except OSError as error:
+        raise UsageError(f"{source} cannot be read: {error}") from None
     if len(text) < 10 * (context + 1):
         raise UsageError(
             f"{source} holds {len(text)} bytes of text; with --context {context} at least "
@@ -92,18 +91,25 @@ def sequences(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tenso
 
 def _standard_library() -> bytes:
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = (
-        path
-        for path in sorted(root.rglob("*.py"))
-        if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
-    )
-    return _read(files)
+    return _read(path for path in _files(root, SKIPPED_FOLDERS) if path.suffix == ".py")
+
+
+def _files(root: Path, skipped: Container[str] = ()) -> list[Path]:
+    """All files below ``root``, in the order of their paths and without hidden ones, or itself."""
+    if root.is_file():
+        return [root]
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name[0] != "." and name not in skipped]
+        found += [Path(folder, name) for name in names if name[0] != "."]
+    return sorted(found)
 
 
 def _read(files: Iterable[Path]) -> bytes:
     parts, total = [], 0
     for path in files:
-        part = path.read_bytes()
+        with path.open("rb") as file:
+            part = file.read(MAX_CORPUS_BYTES)
         if b"\0" in part:
             continue
         parts.append(part)

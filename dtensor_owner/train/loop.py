@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
 from typing import Any
@@ -58,6 +59,18 @@ class Phases:
         return ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
 
 
+@dataclass
+class _Run:
+    """What one rank's run carries along."""
+
+    config: TrainConfig
+    ranks: Ranks
+    mesh: DeviceMesh
+    display: Silent
+    metrics: outputs.NoMetrics
+    phases: Phases
+
+
 def run_rank(config: TrainConfig, *, init_method: str | None = None) -> None:
     """Train as the rank that the environment names (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``).
 
@@ -70,23 +83,19 @@ def run_rank(config: TrainConfig, *, init_method: str | None = None) -> None:
     phases = Phases()
     with phases("start"):
         ranks, mesh = _join(config, init_method)
-        display = Terminal() if ranks.rank == 0 else Silent()
+        is_first = ranks.rank == 0
+        display = Terminal() if is_first else Silent()
+        metrics = outputs.Metrics(config.out) if is_first else outputs.NoMetrics()
+    run = _Run(config, ranks, mesh, display, metrics, phases)
     with phases("read text"):
         corpus = load_corpus(config.data, config.context)
-    backend, how = None, "Muon's step runs eagerly."
-    if config.compile and config.optimizer == "muon":
-        with phases("compile"):
-            backend, how = choose_backend(ranks)
-    with phases("build"):
-        trainee = build_sharded(config, mesh, backend)
-    display.line(_opening(corpus, trainee))
-    if config.optimizer == "muon":
-        display.line(how)
-    records, validation = _train(trainee, corpus, config, ranks, display, phases)
+    backend, trainee = _build(run, corpus)
+    with metrics:
+        records, validation = _train(run, trainee, corpus)
     phases.add_steps(records, compiled=backend is not None)
     dist.destroy_process_group()  # only where all went well: a failed rank must not wait here
-    if ranks.rank == 0:
-        summary = _summary(config, corpus, trainee, backend, records, validation, phases)
+    if is_first:
+        summary = _summary(run, corpus, trainee, backend, records, validation)
         outputs.write_summary(config.out, summary)
         losses = [(record.step, record.loss) for record in records]
         outputs.plot_losses(config.out, losses, validation, _title(config))
@@ -117,37 +126,46 @@ def _join(config: TrainConfig, init_method: str | None) -> tuple[Ranks, DeviceMe
     return Ranks(rank, world_size, device), mesh
 
 
+def _build(run: _Run, corpus: Corpus) -> tuple[str | None, Trainee]:
+    """Build model and optimizers and show the plan; returns what compiles Muon's step, too."""
+    config = run.config
+    backend, how = None, "Muon's step runs eagerly."
+    if config.compile and config.optimizer == "muon":
+        with run.phases("compile"):
+            backend, how = choose_backend(run.ranks)
+    with run.phases("build"):
+        trainee = build_sharded(config, run.mesh, backend)
+    run.display.line(_opening(corpus, trainee))
+    if config.optimizer == "muon":
+        run.display.line(how)
+    return backend, trainee
+
+
 def _train(
-    trainee: Trainee,
-    corpus: Corpus,
-    config: TrainConfig,
-    ranks: Ranks,
-    display: Silent,
-    phases: Phases,
-) -> tuple[list[StepRecord], list[tuple[int, float]]]:
-    """Run all steps; returns what each measured and (step, validation loss) pairs."""
+    run: _Run, trainee: Trainee, corpus: Corpus
+) -> tuple[list[StepRecord], list[outputs.Point]]:
+    """Run all steps; returns what each measured, and the validation losses."""
+    config = run.config
     records: list[StepRecord] = []
-    validation: list[tuple[int, float]] = []
+    validation: list[outputs.Point] = []
     tokens = config.batch * config.context
-    metrics = outputs.Metrics(config.out) if ranks.rank == 0 else outputs.NoMetrics()
 
     def validate(after: int) -> None:
-        with phases("validation"):
-            loss = validation_loss(trainee, corpus, config, ranks)
+        with run.phases("validation"):
+            loss = validation_loss(trainee, corpus, config, run.ranks)
         validation.append((after, loss))
-        metrics.write({"step": after, "validation_loss": loss})
+        run.metrics.write({"step": after, "validation_loss": loss})
 
-    with metrics:
-        validate(0)
-        display.line(f"Validation loss before: {validation[0][1]:.4f} nats per byte")
-        every = max(1, config.steps // VALIDATIONS)
-        with display.progress(config.steps) as show:
-            for record in train_steps(trainee, corpus, config, ranks):
-                records.append(record)
-                show(record.loss, tokens / record.seconds)
-                metrics.write(record.to_dict(tokens))
-                if record.step == config.steps or record.step % every == 0:
-                    validate(record.step)
+    validate(0)
+    run.display.line(f"Validation loss before: {validation[0][1]:.4f} nats per byte")
+    every = max(1, config.steps // VALIDATIONS)
+    with run.display.progress(config.steps) as show:
+        for record in train_steps(trainee, corpus, config, run.ranks):
+            records.append(record)
+            show(record.loss, tokens / record.seconds)
+            run.metrics.write(record.to_dict(tokens))
+            if record.step == config.steps or record.step % every == 0:
+                validate(record.step)
     return records, validation
 
 
@@ -164,17 +182,16 @@ def _title(config: TrainConfig) -> str:
 
 
 def _summary(
-    config: TrainConfig,
+    run: _Run,
     corpus: Corpus,
     trainee: Trainee,
     backend: str | None,
     records: list[StepRecord],
-    validation: list[tuple[int, float]],
-    phases: Phases,
+    validation: list[outputs.Point],
 ) -> dict[str, Any]:
-    tokens = config.batch * config.context
+    tokens = run.config.batch * run.config.context
     return {
-        "options": config.to_dict(),
+        "options": run.config.to_dict(),
         "torch": str(torch.__version__),
         "parameters": sum(parameter.numel() for parameter in trainee.model.parameters()),
         "text": {
@@ -184,7 +201,7 @@ def _summary(
         },
         "validation_nats_per_byte": {"before": validation[0][1], "after": validation[-1][1]},
         "train_nats_per_byte": {"first": records[0].loss, "last": records[-1].loss},
-        "seconds": phases.seconds,
+        "seconds": run.phases.seconds,
         "compile_backend": backend,
         "tokens_per_step": tokens,
         "tokens_per_second": tokens / median(record.seconds for record in records),

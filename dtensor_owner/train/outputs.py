@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from dtensor_owner.usage import UsageError
+
 FILES = METRICS, SUMMARY, PLOT = "metrics.jsonl", "summary.json", "loss.png"
 
 Point = tuple[int, float]  # (steps done, loss in nats per byte)
@@ -24,13 +26,20 @@ class NoMetrics(AbstractContextManager[None]):
 
 
 class Metrics(NoMetrics):
-    """One JSON object a line, written as the run goes, so that a broken run keeps its part."""
+    """One JSON object a line, written as the run goes, so that a broken run keeps its part.
+
+    Raises:
+        UsageError: The folder cannot be written to.
+    """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (SUMMARY, PLOT):  # of an older run; they would seem to belong to this one
-            (folder / name).unlink(missing_ok=True)
-        self._file = (folder / METRICS).open("w", encoding="utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in (SUMMARY, PLOT):  # of an older run; they would seem to belong to this one
+                (folder / name).unlink(missing_ok=True)
+            self._file = (folder / METRICS).open("w", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--out {folder}: cannot be written to: {error}") from None
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")

@@ -156,7 +156,7 @@ def _mxfp8_reports(model: nn.Module) -> list[MXFP8GroupReport]:
 def adamw_options(config: TrainConfig) -> dict[str, Any]:
     alone = config.optimizer == "adamw"
     return {
-        "lr": config.lr if alone else config.adamw_lr,
+        "lr": config.adamw_lr,
         "weight_decay": config.weight_decay if alone else 0.0,
         "betas": ADAMW_BETAS,
     }

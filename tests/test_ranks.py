@@ -138,11 +138,11 @@ def test_many_subgroups_start_the_workers_afresh():
 
 
 ORPHANS = """
-import sys, time
-from tests.ranks import run_ranks
-from tests import test_ranks
+import time
+from tests import ranks, test_ranks
 if __name__ == "__main__":
-    print(*run_ranks(2, test_ranks._pid), flush=True)
+    ranks.PRELOADED = ["torch"]
+    print(*ranks.run_ranks(2, test_ranks._pid), flush=True)
     time.sleep(600)
 """
 

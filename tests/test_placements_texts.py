@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Callable
+from pathlib import Path
 
 import expecttest
 import numpy as np
@@ -412,3 +414,31 @@ def test_placements_are_equal_exactly_when_they_say_the_same() -> None:
         assert again == placement and hash(again) == hash(placement)
         with pytest.raises(AttributeError):
             placement.rows = (9,)  # type: ignore[attr-defined]
+
+
+def test_the_examples_of_the_page_are_true() -> None:
+    page = Path(__file__).parent.parent / "docs" / "redistribution.md"
+    failed, run = doctest.testfile(str(page), module_relative=False)
+    assert (failed, run) == (0, 6)
+
+
+def test_the_bytes_of_the_page_are_true() -> None:
+    """The table's last column, for a tensor of B bytes on N ranks."""
+    rows, shape, ranks = (5, 1, 2), (8, 12), 3
+    held = [count * 12 * 4 for count in rows]
+    total = sum(held)
+
+    def moved(source: object, target: object) -> list[tuple[int, int]]:
+        plan = explain(source, target, shape, mesh_shape=ranks)
+        return [plan.bytes_moved((rank,)) for rank in range(ranks)]
+
+    split = RowAtomic(rows)
+    assert [sent for sent, _ in moved(split, Shard(1))] == [b * 2 // 3 for b in held]
+    assert moved(split, Owner(1)) == [(held[0], 0), (0, total - held[1]), (held[2], 0)]
+    assert [got for _, got in moved(split, Replicate())] == [total - b for b in held]
+    assert moved(Owner(1), split) == [(0, held[0]), (total - held[1], 0), (0, held[2])]
+    assert moved(Owner(1), Owner(2)) == [(0, 0), (total, 0), (0, total)]
+    assert [got for _, got in moved(Owner(1), Replicate())] == [total, 0, total]
+    assert [sent for sent, _ in moved(Partial(), split)] == [total - b for b in held]
+    for target in (split, Owner(0), BlockAtomic(2)):
+        assert moved(Replicate(), target) == [(0, 0)] * ranks

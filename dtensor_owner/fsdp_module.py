@@ -27,12 +27,12 @@ class FSDPModule:
         return self._fully_shard_state.not_quantized
 
     def unshard(self) -> None:
-        """Gather this module's weights (not those of sharded modules below) until ``reshard``.
+        """Gather this module's weights (not those of sharded modules below).
 
-        Attributes such as ``module.weight`` are then full tensors, which forwards and backwards
-        use too; parameters, ``state_dict`` and optimizers stay sharded. Writes to the full
-        tensors are lost. Once the parameters change, forwards gather anew. All ranks must
-        call it.
+        Until ``reshard``, or until a backward through the module ends, attributes such as
+        ``module.weight`` are full tensors, which forwards and backwards use too. Parameters,
+        ``state_dict`` and optimizers stay sharded, and writes to the full tensors are lost. All
+        ranks must call it.
         """
         self._fully_shard_state.unshard()
 

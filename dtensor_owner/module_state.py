@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dtensor_owner.nested import map_tensors, tensors_in
-from dtensor_owner.parameter_group import ParameterGroup
+from dtensor_owner.parameter_group import ParameterGroup, start_epoch
 from dtensor_owner.unsharded import GroupUse, forget_reductions, weights_not_saved
 
 
@@ -73,6 +73,8 @@ class ModuleCall:
     def enter(self, state: ModuleState, *, is_root: bool) -> None:
         running = state.running_backward()
         if running is None:
+            if _Progress.depth == 1 and not is_root:  # called directly, not by its root
+                state.forget_prepared()
             # The gathers of later modules are issued before this one's is waited for.
             for use in self.uses:
                 use.prepare()
@@ -208,7 +210,7 @@ class ModuleState:
     def forget_prepared(self) -> None:
         self._prepared = None
         for group in self.groups:
-            group.forget_prefetched()
+            group.forget_gathered()
 
     def _new_uses(self) -> list[GroupUse]:
         return [GroupUse(group, keep=self.keep, ahead=self.prefetch) for group in self.groups]
@@ -217,6 +219,7 @@ class ModuleState:
         """Whatever was gathered ahead and not used, by a forward or backward that failed or took
         another way, is dropped; on all ranks alike, as nothing is sent."""
         _Progress.epoch += 1
+        start_epoch()
         for state in self._order:
             state.forget_prepared()
         forget_reductions()
@@ -271,17 +274,16 @@ class ModuleState:
     # ------------------------------------------------------------- unsharded by the user
 
     def unshard(self) -> None:
-        """Gather and show the weights until ``reshard``."""
-        if self._unsharded:
-            self.reshard()
+        """Gather and show the weights until ``reshard`` or the end of the next backward."""
+        self.reshard()
         self._unsharded = [GroupUse(group, keep=True) for group in self.groups]
         for use in self._unsharded:
             use.start_unsharded()
 
     def reshard(self) -> None:
         """Take the weights away again."""
-        for use in self._unsharded:
-            use.end_unsharded()
+        for group in self.groups:
+            group.release()
         self._unsharded = []
 
 

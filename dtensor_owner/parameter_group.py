@@ -30,6 +30,18 @@ class ManagedParameter:
     owners: list[tuple[nn.Module, str]]
 
 
+Stamp = tuple[int, int]  # epoch and version
+
+
+class _Epoch:
+    number = 0
+
+
+def start_epoch() -> None:
+    """From here on parameters may have been changed since they were gathered."""
+    _Epoch.number += 1
+
+
 class ParameterGroup:
     """Parameters of one dtype and ``requires_grad``, sharded in one flat buffer.
 
@@ -80,11 +92,11 @@ class ParameterGroup:
     def _start(self) -> None:
         """What a group forgets between steps."""
         self._shown: dict[int, Sequence[Tensor]] = {}
-        # Weights by the version of the parameters they were made from.
-        self._coming: tuple[int, PendingBuffer] | None = None
+        # Weights, with the stamp of the parameters that they were made from.
+        self._coming: tuple[Stamp, PendingBuffer] | None = None
+        self._kept: tuple[Stamp, Tensor] | None = None
+        self._narrower: tuple[Stamp, DBuffer] | None = None
         self._held: tuple[int, Tensor] | None = None
-        self._kept: tuple[int, Tensor] | None = None
-        self._narrower: tuple[int, DBuffer] | None = None
         self._accumulated: tuple[Tensor, list[bool]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterGroup:
@@ -195,41 +207,48 @@ class ParameterGroup:
 
     def prefetch(self) -> None:
         """Issue the gather that ``weights`` will wait for; every rank must call it."""
-        version = self.version()
-        if self._valid(self._coming, version) is None and self._valid(self._held, version) is None:
-            self._coming = version, self.start_gather()
+        stamp = self._stamp()
+        if self._held is None and self._valid(self._coming, stamp) is None:
+            self._coming = stamp, self.start_gather()
 
     def weights(self) -> Tensor:
         """All weights in one flat tensor of the compute dtype; every rank must call it."""
-        version = self.version()
-        held = self._valid(self._held, version)
-        if held is not None:
-            return held
-        coming = self._valid(self._coming, version)
+        if self._held is not None:
+            return self._held[1]
+        coming = self._valid(self._coming, self._stamp()) or self.start_gather()
         self._coming = None
-        return (coming if coming is not None else self.start_gather()).wait().local_buffer
+        return coming.wait().local_buffer
 
-    def forget_prefetched(self) -> None:
-        """Drop a gather that nobody has waited for."""
-        self._coming = None
+    def forget_gathered(self) -> None:
+        """Drop what was gathered and not used yet."""
+        self._coming = self._narrower = None
 
-    def hold(self, flat: Tensor | None) -> None:
-        """Let ``weights`` return this tensor until the parameters change; None ends it."""
-        self._held = None if flat is None else (self.version(), flat)
+    def hold(self, key: int, flat: Tensor) -> None:
+        """Let ``weights`` return this tensor, which is shown under ``key``, until ``release``."""
+        self._held = key, flat
+
+    def release(self) -> None:
+        """Undo ``hold``; without effect where it has been undone."""
+        if self._held is not None:
+            self.hide(self._held[0])
+            self._held = None
 
     def keep_part(self, flat: Tensor | None) -> None:
         """Keep this rank's part of gathered weights for the next gather; None drops it."""
         if self._neighbours is not None:
-            self._kept = None if flat is None else (self.version(), self._neighbours.part(flat))
+            self._kept = None if flat is None else (self._stamp(), self._neighbours.part(flat))
+
+    def _stamp(self) -> Stamp:
+        return _Epoch.number, self.version()
 
     @staticmethod
-    def _valid(entry: tuple[int, Any] | None, version: int) -> Any:
-        return entry[1] if entry is not None and entry[0] == version else None
+    def _valid(entry: tuple[Stamp, Any] | None, stamp: Stamp) -> Any:
+        return entry[1] if entry is not None and entry[0] == stamp else None
 
     def start_gather(self) -> PendingBuffer:
         """Issue a gather of all weights; what it returns is waited for."""
         replicated = [Replicate()] * self.mesh.ndim
-        kept = self._valid(self._kept, self.version())
+        kept = self._valid(self._kept, self._stamp())
         if kept is not None:
             assert self._neighbours is not None
             part = self._neighbours.gather_async(kept, self.layout.size)
@@ -243,18 +262,18 @@ class ParameterGroup:
     def _inner_shards(self) -> DBuffer:
         """Shards in the compute dtype, gathered over all sharded mesh dims but the last.
 
-        Where there are such mesh dims, the result is kept until the parameters change.
+        Where there are such mesh dims, the result is kept for gathers of the same epoch.
         """
         replicated = [Replicate()] * (self.mesh.ndim - 1)
         if list(self.placements[:-1]) == replicated:
             return self.buffer.cast(self.compute_dtype)
-        version = self.version()
-        found = self._valid(self._narrower, version)
+        stamp = self._stamp()
+        found = self._valid(self._narrower, stamp)
         if found is None:
             found = self.buffer.cast(self.compute_dtype).redistribute(
                 [*replicated, self.placements[-1]]
             )
-            self._narrower = version, found
+            self._narrower = stamp, found
         return found
 
     def full_tensors(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -266,7 +285,10 @@ class ParameterGroup:
         )
 
     def version(self) -> int:
-        """A number that changes when a parameter is changed in place."""
+        """A number that changes when a parameter is changed in place.
+
+        Not by foreach and fused optimizers: they change DTensors without telling autograd.
+        """
         return sum(p._version + local_tensor(p)._version for p in self.parameters)
 
     def show(self, key: int, tensors: Sequence[Tensor]) -> None:

@@ -72,16 +72,12 @@ class GroupUse:
     def start_unsharded(self) -> None:
         """Gather and show the weights, outside of any forward."""
         self.group.adopt_changes()
+        self.group.forget_gathered()
         self._version = self.group.version()
         self.flat = self.group.weights()
-        self.group.hold(self.flat)
+        self.group.hold(self._key, self.flat)
         self.group.show(self._key, self._tensors(ends_backward=False))
-
-    def end_unsharded(self) -> None:
-        """Undo ``start_unsharded``."""
-        self.group.hide(self._key)
-        self.group.hold(None)
-        self.flat = None
+        self.flat = None  # the group has it
 
     def prepare_backward(self) -> None:
         """Issue the gather for backward, where the weights were freed."""
@@ -112,6 +108,7 @@ class GroupUse:
     def end_backward(self) -> None:
         """Take the weights away and free them; without effect the second time."""
         self.group.hide(self._key)
+        self.group.release()  # an optimizer may change the parameters now
         self.group.keep_part(None)
         self.flat = None
         self.in_backward, self._backward_over = False, True

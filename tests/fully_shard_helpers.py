@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtensor_owner.buffer import DBuffer, PendingBuffer
 from dtensor_owner.fully_shard import FSDPModule, fully_shard
+from dtensor_owner.layout import ShardLayout
 from dtensor_owner.train.model import GPT, summed_loss
 
 GPT_SIZES = dict(layers=2, dim=8, heads=2, hidden=11, context=6)  # 11 rows divide by no rank count
@@ -75,6 +77,85 @@ def assert_same_parameters(model: Model, reference: Model, **tolerance: Any) -> 
     assert [name for name, _ in model.named_parameters()] == list(expected)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(full(parameter), expected[name], **tolerance)
+
+
+class Shapes(nn.Module):
+    """Parameters of one row, of fewer rows than ranks, a convolution, a 3-D stack, no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.convolution = nn.Conv1d(3, 5, 2)
+        self.experts = nn.Parameter(torch.randn(2, 5, 3))
+        self.head = nn.Linear(3, 1)
+        self.empty = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.convolution(x * self.scale).mean(-1)
+        x = torch.einsum("bi,eij->bj", x, self.experts)
+        return self.head(x) + self.empty.sum()
+
+
+# ------------------------------------------------------------------- training, to compare
+
+
+def train(
+    model: GPT, mesh_shape: tuple[int, ...] | None, steps: int, optimizer: str
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final parameters; on all data in one process where there is no mesh."""
+    world_size = dist.get_world_size()
+    if optimizer == "adamw":
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=True)
+    else:
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        tokens = tokens_of(step % 2, world_size)
+        loss = gpt_loss(model, tokens if mesh_shape is None else mine(tokens))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optim.step()
+        optim.zero_grad()
+        mean = loss.detach().clone()
+        if mesh_shape is not None:
+            dist.all_reduce(mean)
+            mean /= world_size
+        losses.append(mean.item())
+    return losses, {name: full(p.detach()) for name, p in model.named_parameters()}
+
+
+def compare_training(
+    mesh_shape: tuple[int, ...],
+    shard_dims: tuple[int, ...] | None,
+    kind: ShardLayout,
+    optimizer: str,
+    stock: bool,
+    **options: Any,
+) -> float:
+    """Ten steps on shards, in one process and with torch's own fully_shard; the last loss."""
+    names = ("outer", "inner")[-len(mesh_shape) :]  # torch's own demands them
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    model = shard_gpt(make_gpt(), mesh, shard_dims=shard_dims, shard_layout=kind, **options)
+    losses, parameters = train(model, mesh_shape, 10, optimizer)
+    references = [train(make_gpt(), None, 10, optimizer)]
+    if stock:
+        # Torch has no HFSDP: the same ranks as one mesh dim compute the same.
+        stock_mesh = mesh if shard_dims is None else mesh_1d()
+        sharded = make_gpt()
+        for block in sharded.blocks:
+            stock_fully_shard(block, mesh=stock_mesh)
+        references.append(
+            train(stock_fully_shard(sharded, mesh=stock_mesh), mesh_shape, 10, optimizer)
+        )
+    for expected_losses, expected_parameters in references:
+        torch.testing.assert_close(losses, expected_losses, rtol=1e-4, atol=1e-5)
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter, expected_parameters[name], rtol=1e-3, atol=1e-4)
+    assert losses[-1] < losses[0]
+    return losses[-1]
+
+
+# ----------------------------------------------------------------------- what is gathered
 
 
 class _Gathered:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 from dtensor_owner.fully_shard import fully_shard
 from dtensor_owner.layout import ShardLayout
-from dtensor_owner.train.model import GPT
 from tests.fully_shard_helpers import (
+    Shapes,
     assert_same_gradients,
     assert_same_parameters,
-    full,
+    compare_training,
     gpt_loss,
     make_gpt,
     mesh_1d,
@@ -30,53 +28,6 @@ from tests.fully_shard_helpers import (
 from tests.ranks import run_ranks
 
 
-def train(
-    shard: Callable[[GPT], GPT], steps: int, optimizer: str, sharded: bool = True
-) -> tuple[list[float], dict[str, Tensor]]:
-    world_size = dist.get_world_size()
-    model = shard(make_gpt())
-    if optimizer == "adamw":
-        optim = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=True)
-    else:
-        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        tokens = tokens_of(step % 2, world_size)
-        loss = gpt_loss(model, mine(tokens) if sharded else tokens)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optim.step()
-        optim.zero_grad()
-        mean = loss.detach().clone()
-        if sharded:
-            dist.all_reduce(mean)
-            mean /= world_size
-        losses.append(mean.item())
-    return losses, {name: full(p.detach()) for name, p in model.named_parameters()}
-
-
-def compare_training(kind: ShardLayout, optimizer: str, stock: bool) -> float:
-    mesh = mesh_1d()
-    losses, parameters = train(
-        lambda m: shard_gpt(m, mesh, shard_layout=kind), steps=10, optimizer=optimizer
-    )
-
-    def shard_by_torch(model: GPT) -> GPT:
-        for block in model.blocks:
-            stock_fully_shard(block, mesh=mesh)
-        return stock_fully_shard(model, mesh=mesh)
-
-    references = [train(lambda model: model, 10, optimizer, sharded=False)]
-    if stock:
-        references.append(train(shard_by_torch, 10, optimizer))
-    for expected_losses, expected_parameters in references:
-        torch.testing.assert_close(losses, expected_losses, rtol=1e-4, atol=1e-5)
-        for name, parameter in parameters.items():
-            torch.testing.assert_close(parameter, expected_parameters[name], rtol=1e-3, atol=1e-4)
-    assert losses[-1] < losses[0]
-    return losses[-1]
-
-
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_ten_steps_equal_one_process_and_stock_fsdp(world_size, optimizer):
@@ -84,28 +35,11 @@ def test_ten_steps_equal_one_process_and_stock_fsdp(world_size, optimizer):
     kinds = list(ShardLayout) if optimizer == "adamw" else [ShardLayout.UNPADDED]
     for kind in kinds:
         stock = kind is ShardLayout.UNPADDED and optimizer == "adamw"
-        finals = run_ranks(world_size, compare_training, kind, optimizer, stock)
-        assert len(set(finals)) == 1
+        arguments = (world_size,), None, kind, optimizer, stock
+        assert len(set(run_ranks(world_size, compare_training, *arguments))) == 1
 
 
 # ------------------------------------------------------------------------ shapes, edge cases
-
-
-class Shapes(nn.Module):
-    """Parameters of one row, of fewer rows than ranks, a convolution, a 3-D stack, no rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([1.5]))
-        self.convolution = nn.Conv1d(3, 5, 2)
-        self.experts = nn.Parameter(torch.randn(2, 5, 3))
-        self.head = nn.Linear(3, 1)
-        self.empty = nn.Parameter(torch.empty(0, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.convolution(x * self.scale).mean(-1)
-        x = torch.einsum("bi,eij->bj", x, self.experts)
-        return self.head(x) + self.empty.sum()
 
 
 def odd_shapes(kind: ShardLayout) -> list[tuple[int, ...]]:

@@ -1,0 +1,120 @@
+"""Bytes alive while a sharded model runs, counted storage by storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dtensor_owner.fully_shard import fully_shard
+from dtensor_owner.layout import ShardLayout
+from tests.fully_shard_helpers import mesh_1d
+from tests.ranks import run_ranks
+
+BLOCKS, WIDTH = 8, 48
+BLOCK_BYTES = 2 * WIDTH * WIDTH * 4
+
+
+class Census(TorchDispatchMode):
+    """Counts the storages that ops have made since and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[StorageWeakRef, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {leaf.untyped_storage()._cdata for leaf in _plain(args)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in _plain(result):
+            storage = leaf.untyped_storage()
+            if storage._cdata not in known:
+                self._storages[StorageWeakRef(storage)] = storage.nbytes()
+        self.peak = max(self.peak, self.alive())
+        return result
+
+    def alive(self) -> int:
+        """Bytes of live storages; those of a block at least, as activations are tiny here."""
+        self._storages = {s: n for s, n in self._storages.items() if not s.expired()}
+        return sum(n for n in self._storages.values() if n >= BLOCK_BYTES // 2)
+
+
+def _plain(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if type(leaf) in (Tensor, nn.Parameter)]
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(WIDTH, WIDTH, bias=False),
+                nn.Tanh(),
+                nn.Linear(WIDTH, WIDTH, bias=False),
+            )
+            for _ in range(BLOCKS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def blocks_alive(prefetch: int, kind: ShardLayout, keep: bool) -> dict[str, float]:
+    """Peaks and what is left, in units of one gathered block."""
+    model = Deep()
+    for block in model.blocks:
+        fully_shard(
+            block,
+            mesh=mesh_1d(),
+            prefetch=prefetch,
+            shard_layout=kind,
+            reshard_after_forward=not keep,
+        )
+    fully_shard(model, mesh=mesh_1d(), prefetch=prefetch)
+    x = torch.randn(1, WIDTH)
+    model(x).sum().backward()  # the first step learns the order
+    model.zero_grad()
+    found = {}
+    for phase in ("forward", "backward", "no_grad"):
+        with Census() as census:
+            if phase == "forward":
+                loss = model(x).sum()
+            elif phase == "backward":
+                loss.backward()
+            else:
+                with torch.no_grad():
+                    model(x)
+            found[phase] = census.peak / BLOCK_BYTES
+            found[f"after {phase}"] = census.alive() / BLOCK_BYTES
+    assert dist.get_world_size() > 2, "shards would count as blocks"
+    return found
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("kind", list(ShardLayout))
+def test_memory_is_bounded_by_the_groups_in_use(prefetch, kind):
+    for found in run_ranks(3, blocks_alive, prefetch, kind, False):
+        assert found["after forward"] == found["after backward"] == found["after no_grad"] == 0
+        gathered = prefetch + 1
+        # Equal shards are gathered into place. Others pass through a staging buffer, which is
+        # freed before the module runs; it may be a little larger.
+        staging = 0 if kind is ShardLayout.PADDED else 1.1
+        assert found["forward"] <= gathered + staging
+        assert found["no_grad"] <= gathered + staging
+        # Besides: full gradients of a block, and those of the blocks under way, packed.
+        assert found["backward"] <= 1.1 * (gathered + staging + 1 + max(1, prefetch))
+        assert found["backward"] < BLOCKS
+
+
+def test_the_census_sees_weights_that_are_kept():
+    for found in run_ranks(3, blocks_alive, 1, ShardLayout.PADDED, True):
+        assert found["after forward"] == BLOCKS
+        assert found["after backward"] == found["after no_grad"] == 0

@@ -101,6 +101,15 @@ def _view_dtype(call: OpCall, dim: int) -> int | None:
     return None if dim == len(call.input_shape) - 1 else dim
 
 
+def _view_as_dtype(call: OpCall) -> Rules:
+    """Bits are read as another dtype: what is still to be added up has no bits yet."""
+    rules_on, _ = _moved(_view_dtype)(call)
+    return (
+        lambda mesh_dim: [] if call.placements(mesh_dim)[0].is_partial() else rules_on(mesh_dim),
+        None,
+    )
+
+
 def _squeezed_dims(call: OpCall) -> list[int]:
     ndim = len(call.input_shape)
     named = call.argument("dim")
@@ -237,9 +246,14 @@ def _new(call: OpCall) -> Rules:
     return rules_on, None
 
 
+_SETS_VALUES = (aten.fill_.Scalar, aten.fill_.Tensor)
+
+
 def _in_place(call: OpCall) -> Rules:
     def rules_on(mesh_dim: int) -> list[Rule]:
         present, *values = call.placements(mesh_dim)
+        if present.is_partial() and call.op in _SETS_VALUES:
+            return []  # each rank's value would be added up
         return [Rule((present, *(Replicate() for _ in values)), (present,))]
 
     return rules_on, None
@@ -264,7 +278,7 @@ VIEWS: dict[Any, Callable[[OpCall], Rules]] = {
     **_ops(_moved(_unless_cut), "split.Tensor", "split_with_sizes", "split_with_sizes_copy"),
     **_ops(_moved(_unbind), "unbind.int"),
     **_ops(_moved(_same), "alias", "detach", "contiguous", "lift_fresh"),
-    **_ops(_moved(_view_dtype), "view.dtype"),
+    **_ops(_view_as_dtype, "view.dtype"),
     **_ops(_squeeze, "squeeze", "squeeze.dim", "squeeze.dims"),
     **_ops(_reshape, "view", "reshape", "_unsafe_view", "view_copy"),
     **_ops(_slice, "slice.Tensor"),

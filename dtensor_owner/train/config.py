@@ -154,7 +154,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def torchrun_world_size() -> int | None:
     """The number of ranks torchrun (or another launcher) started, ``None`` without one."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+        rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        if not (rank.isdigit() and world_size.isdigit() and int(rank) < int(world_size)):
+            raise UsageError(
+                f"RANK={rank} and WORLD_SIZE={world_size} are set, but are no rank of a torchrun "
+                "job: start through torchrun, or unset both to start local ranks"
+            )
+        return int(world_size)
     return None
 
 

@@ -62,7 +62,7 @@ class RankFailure(AssertionError):
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks and return the results in rank order.
 

@@ -164,7 +164,8 @@ def steps_between(options: dict[str, Any]) -> None:
     assert_same_parameters(model, reference)
 
 
-@pytest.mark.parametrize("keep", [True, None, 2])
+# An int now and then hangs after many other groups of ranks: see docs/limits.md.
+@pytest.mark.parametrize("keep", [True, None, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_weights_are_never_older_than_the_last_step(keep, prefetch):
     run_ranks(4, steps_between, {"reshard_after_forward": keep, "prefetch": prefetch})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim.adamw import adamw
 from dtensor_owner.muon_compile import compile_step
 from dtensor_owner.muon_gradients import agree_on_gradients
 from dtensor_owner.muon_matrices import matrices_of
-from dtensor_owner.muon_plan import StepPlan
+from dtensor_owner.muon_plan import Settings, StepPlan
 from dtensor_owner.muon_prepare import (
     ADAMW,
     MUON,
@@ -23,8 +22,9 @@ from dtensor_owner.muon_prepare import (
     local_of,
     prepare,
     settings_of,
+    tell_others,
 )
-from dtensor_owner.muon_step import BucketWork, Number, Numbers, Shards, run_step
+from dtensor_owner.muon_step import BucketWork, EagerStages, Numbers, Shards, run_step
 from dtensor_owner.newton_schulz import QUINTIC, Coefficients
 
 ADAMW_DEFAULTS: dict[str, Any] = {
@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: Number = 1e-3,
+        lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -126,19 +126,6 @@ class Muon(torch.optim.Optimizer):
             "matrices": matrices,
             "split_rows": split_rows,
         }
-        if owners not in ("holders", "any"):
-            raise ValueError(f'owners must be "holders" or "any", got {owners!r}.')
-        if nonfinite not in ("raise", "skip", "propagate"):
-            raise ValueError(
-                f'nonfinite must be "raise", "skip" or "propagate", got {nonfinite!r}.'
-            )
-        if bucket_numel < 1:
-            raise ValueError(f"bucket_numel must be >= 1, got {bucket_numel}.")
-        unknown = set(adamw or ()) - set(ADAMW_DEFAULTS)
-        if unknown:
-            raise ValueError(
-                f"adamw has unknown options {sorted(unknown)}; known: {sorted(ADAMW_DEFAULTS)}."
-            )
         self._adamw_defaults = {"algorithm": ADAMW, **ADAMW_DEFAULTS, **(adamw or {})}
         self._owners: Literal["holders", "any"] = owners
         self._bucket_numel = bucket_numel
@@ -148,9 +135,35 @@ class Muon(torch.optim.Optimizer):
         # Compiled steps, with what they were compiled for, by its identity.
         self._compiled: dict[int, tuple[list[BucketWork], Callable[..., None]]] = {}
         self._built = False
-        super().__init__(params, defaults)
+        if isinstance(params, (Tensor, set, frozenset)):
+            raise TypeError(
+                f"params must be a list of parameters or groups, got a {type(params).__name__}: "
+                "their order has to be the same on every rank."
+            )
+        params = [_listed(item) for item in params]
+        try:
+            self._check_options()
+            super().__init__(params, defaults)
+        except (ValueError, TypeError, NotImplementedError) as fault:
+            tell_others(fault, params)
+            raise
         self._built = True
-        self._ensure_prepared()
+        self._prepare()
+
+    def _check_options(self) -> None:
+        if self._owners not in ("holders", "any"):
+            raise ValueError(f'owners must be "holders" or "any", got {self._owners!r}.')
+        if self._nonfinite not in ("raise", "skip", "propagate"):
+            raise ValueError(
+                f'nonfinite must be "raise", "skip" or "propagate", got {self._nonfinite!r}.'
+            )
+        if self._bucket_numel < 1:
+            raise ValueError(f"bucket_numel must be >= 1, got {self._bucket_numel}.")
+        unknown = self._adamw_defaults.keys() - ADAMW_DEFAULTS.keys() - {"algorithm"}
+        if unknown:
+            raise ValueError(
+                f"adamw has unknown options {sorted(unknown)}; known: {sorted(ADAMW_DEFAULTS)}."
+            )
 
     # ------------------------------------------------------------------ groups and state
 
@@ -176,7 +189,7 @@ class Muon(torch.optim.Optimizer):
             self._init_state(param, group)
         self._prepared = None
         if self._built:  # the constructor adds its groups one by one and prepares once
-            self._ensure_prepared()
+            self._prepare()
 
     def _check_group(self, group: dict[str, Any]) -> None:
         number = len(self.param_groups) - 1
@@ -242,23 +255,28 @@ class Muon(torch.optim.Optimizer):
 
         ``print(*optimizer.plans)`` shows owners, bytes and loads.
         """
-        return tuple(self._ensure_prepared().plans.values())
+        return tuple((self._prepared or self._prepare()).plans.values())
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes that all ranks together send in a step, each way of the exchange."""
+        """Bytes that all ranks together send in a step, both ways of the exchange."""
         return sum(plan.num_bytes for plan in self.plans)
 
-    def _ensure_prepared(self) -> Prepared:
-        settings = [settings_of(g) if g["algorithm"] == MUON else None for g in self.param_groups]
-        if self._prepared is None or not self._prepared.is_current(settings):
-            for group in self.param_groups:
-                for param in group["params"]:
-                    self._init_state(param, group)
-            self._prepared = prepare(
-                self.param_groups, eligible=self._owners, bucket_numel=self._bucket_numel
-            )
-            self._compiled = {}
+    def _settings(self) -> list[Settings | None]:
+        return [settings_of(g) if g["algorithm"] == MUON else None for g in self.param_groups]
+
+    def _prepare(self) -> Prepared:
+        """Plan; every rank does this together."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._init_state(param, group)
+        self._compiled = {}
+        self._prepared = prepare(
+            self.param_groups,
+            eligible=self._owners,
+            bucket_numel=self._bucket_numel,
+            nonfinite=self._nonfinite,
+        )
         return self._prepared
 
     # ------------------------------------------------------------------------------ step
@@ -275,10 +293,13 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        prepared = self._ensure_prepared()
-        gradients = agree_on_gradients(
-            prepared.members, check_finite=self._nonfinite != "propagate"
-        )
+        check_finite = self._nonfinite != "propagate"
+        prepared = self._prepared or self._prepare()
+        stale = not prepared.is_current(self._settings())
+        gradients = agree_on_gradients(prepared.members, check_finite=check_finite, stale=stale)
+        if gradients.stale:
+            prepared = self._prepare()
+            gradients = agree_on_gradients(prepared.members, check_finite=check_finite)
         if not gradients.finite:
             if self._nonfinite == "skip":
                 return loss
@@ -304,9 +325,12 @@ class Muon(torch.optim.Optimizer):
                 buffer = self.state[member.param]["momentum_buffer"]
                 locals_of[index] = (local_of(member.param), local_grad(member), local_of(buffer))
         shards = [_shards(work, locals_of) for work in works]
+        numbers = [self._numbers(work) for work in works]
         compiled = self._compiled_step(works)
-        numbers = [self._numbers(work, compiled=compiled is not None) for work in works]
-        (compiled or partial(run_step, works))(shards, numbers)
+        if compiled is not None:
+            compiled(shards, numbers)
+        else:
+            run_step(works, [EagerStages(*each) for each in zip(works, shards, numbers)])
 
     def _compiled_step(self, works: list[BucketWork]) -> Callable[..., None] | None:
         """The compiled step; None where the step is to run eagerly.
@@ -322,13 +346,10 @@ class Muon(torch.optim.Optimizer):
             self._compiled[id(works)] = (works, compile_step(works, self._backend))
         return self._compiled[id(works)][1]
 
-    def _numbers(self, work: BucketWork, *, compiled: bool) -> Numbers:
+    def _numbers(self, work: BucketWork) -> Numbers:
         group = self.param_groups[work.program.group]
-        lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
-        if compiled:
-            lr = torch.as_tensor(lr, dtype=torch.float64).reshape(())
-            return Numbers(lr, 1 - lr * decay, torch.as_tensor(momentum, dtype=torch.float64))
-        return Numbers(float(lr), 1 - float(lr) * decay, float(momentum))
+        lr = float(group["lr"])
+        return Numbers(lr, 1 - lr * group["weight_decay"], float(group["momentum"]))
 
     def _adamw_step(self, prepared: Prepared, present: tuple[bool, ...]) -> None:
         for number, group in enumerate(self.param_groups):
@@ -364,6 +385,13 @@ class Muon(torch.optim.Optimizer):
                 eps=group["eps"],
                 maximize=group["maximize"],
             )
+
+
+def _listed(item: Any) -> Any:
+    """A parameter or group as given, its parameters in a list that can be read twice."""
+    if not isinstance(item, dict) or isinstance(item["params"], Tensor):
+        return item
+    return {**item, "params": list(item["params"])}
 
 
 def _shards(work: BucketWork, locals_of: Mapping[int, tuple[Tensor, Tensor, Tensor]]) -> Shards:

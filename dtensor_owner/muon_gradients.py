@@ -21,14 +21,23 @@ class Gradients:
     Args:
         present: Per parameter, whether it has a gradient: on all ranks that share it, or on none.
         finite: Whether all gradients on all ranks are finite; True if not asked.
+        stale: Whether any rank has to plan anew; all do so together then.
     """
 
     present: tuple[bool, ...]
     finite: bool
+    stale: bool
 
 
-def agree_on_gradients(members: Sequence[Member], *, check_finite: bool) -> Gradients:
+def agree_on_gradients(
+    members: Sequence[Member], *, check_finite: bool, stale: bool = False
+) -> Gradients:
     """Compare gradients between ranks: one small all_reduce per mesh.
+
+    Args:
+        members: All parameters of the optimizer, as they were planned.
+        check_finite: Whether to look for inf and nan.
+        stale: Whether this rank's parameters or settings are no longer those planned.
 
     Raises:
         RuntimeError: On every rank of the mesh, with the same text: a parameter has a gradient
@@ -45,15 +54,15 @@ def agree_on_gradients(members: Sequence[Member], *, check_finite: bool) -> Grad
             continue
         device = members[indices[0]].param.device
         missing = [not present[i] for i in indices]
-        flags = [*missing, *(present[i] for i in indices), bool(faults), not finite]
+        flags = [*missing, *(present[i] for i in indices), bool(faults), not finite, stale]
         shared = torch.tensor(flags, dtype=torch.int32, device=device)
         shared = all_reduce(shared, "max", domain.group)
-        *some, fault, bad = shared.tolist()
+        *some, fault, bad, anyone_stale = shared.tolist()
         mixed = [i for i, a, b in zip(indices, some, some[len(indices) :]) if a and b]
         if mixed or fault:
             raise RuntimeError(_explain(members, mixed, faults, domain))
-        finite = not bad
-    return Gradients(tuple(present), finite)
+        finite, stale = not bad, bool(anyone_stale)
+    return Gradients(tuple(present), finite, stale)
 
 
 def _all_finite(members: Sequence[Member]) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -161,6 +162,7 @@ def prepare(
     *,
     eligible: Literal["holders", "any"],
     bucket_numel: int,
+    nonfinite: str,
 ) -> Prepared:
     """Plan the step of all groups, and check that all ranks of each domain plan the same.
 
@@ -173,7 +175,8 @@ def prepare(
     by_domain: dict[Domain, list[Matrix]] = {}
     for matrix in group_matrices(members, groups):
         by_domain.setdefault(members[matrix.param].domain, []).append(matrix)
-    _check_agreement(members, groups)
+    options = f"owners={eligible!r}, bucket_numel={bucket_numel}, nonfinite={nonfinite!r}"
+    _check_agreement(members, groups, options)
     plans = {}
     for domain, matrices in by_domain.items():
         owners = [members[matrix.param] for matrix in matrices]
@@ -189,20 +192,34 @@ def prepare(
     return Prepared(members, settings, plans)
 
 
-def _check_agreement(members: Sequence[Member], groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_agreement(
+    members: Sequence[Member], groups: Sequence[Mapping[str, Any]], options: str
+) -> None:
     fault = _shared_memory(members)
-    options = [_group_text(number, group) for number, group in enumerate(groups)]
+    texts = [*(_group_text(number, group) for number, group in enumerate(groups)), options]
     domains = dict.fromkeys(member.domain for member in members)
-    alone = True
     for domain in domains:
         if domain.process_group is not None:
             lines = [_member_text(member) for member in members if member.domain == domain]
-            agree(
-                [*lines, *options], domain.process_group, "the optimizer's parameters", error=fault
-            )
-            alone = False
-    if alone and fault:
+            agree([*lines, *texts], domain.process_group, _WHAT, error=fault)
+    if fault:
         raise ValueError(fault)
+
+
+_WHAT = "the optimizer's parameters"
+
+
+def tell_others(fault: Exception, params: Iterable[Any]) -> None:
+    """Let the ranks that wait in ``prepare`` know that this one will not get there."""
+    for item in params:
+        for param in item["params"] if isinstance(item, dict) else [item]:
+            tensor = param[1] if isinstance(param, tuple) else param
+            if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
+                process_group = domain_of(tensor).process_group
+                if process_group is not None:
+                    with suppress(ValueError):  # what it raises is what the caller raises
+                        agree([], process_group, _WHAT, error=str(fault))
+                    return
 
 
 def _member_text(member: Member) -> str:
@@ -236,10 +253,10 @@ def _shared_memory(members: Sequence[Member]) -> str | None:
     return None
 
 
+@torch.no_grad()
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, outside of autograd and without a copy."""
-    local = tensor.detach()
-    return local.to_local() if isinstance(local, DTensor) else local
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def same_bytes(first: DTensor, second: DTensor) -> bool:

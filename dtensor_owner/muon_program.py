@@ -11,22 +11,48 @@ from itertools import chain
 
 from dtensor_owner.muon_matrices import Matrix, Piece
 from dtensor_owner.muon_plan import Bucket, StepPlan
-from placements.boxes import Box
+from placements.boxes import box_shape
 
 At = tuple[int, int]  # (index of a matrix, number of one of its pieces)
 
 
+Cut = tuple[int, int, int]  # (tensor dim, first position, length), as ``Tensor.narrow`` takes them
+
+
 @dataclass(frozen=True)
 class Part:
-    """A piece, as a box in its matrix, and where it is found.
+    """A piece of a matrix, and where it is found.
 
     Args:
         place: A position in a list of tensors; which one, the field that holds the part says.
-        box: Half-open ranges, counted from the matrix's first row.
+        shape: Shape of the piece.
+        cuts: How to cut the piece out of the matrix; empty where it is the whole.
     """
 
     place: int
-    box: Box
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A matrix that this rank owns.
+
+    Args:
+        index: Index of the matrix.
+        shape: Its shape in the dims of its parameter.
+        parts: Its pieces. Where ``place`` >= 0 it is a position among the pieces received, else
+            ``~place`` is one among the pieces this rank holds itself.
+        batch, slot: Where it is orthogonalized.
+        tall: Whether it has more rows than columns; it is transposed in its batch then.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    batch: int
+    slot: int
+    tall: bool
 
 
 @dataclass(frozen=True)
@@ -53,27 +79,26 @@ class RankProgram:
         group: Index of the parameter group.
         held: Matrices of which this rank holds a piece.
         local_rows: Per held matrix, its rows in this rank's tensor of the parameter.
-        owned: Matrices that this rank owns.
-        shapes: Rows and columns of each owned matrix.
-        send: Positions in ``held`` of the pieces sent to owners, in order.
+        pack: Positions in ``held`` of the pieces that are needed, in order: first those that are
+            sent to owners, then those that this rank owns itself.
+        pack_sizes: Their numbers of elements.
         gather, scatter: The way to the owners and the way back.
-        assembly: Per owned matrix, its pieces: where ``place`` >= 0 in what was received, else
-            ``held[~place]`` is at hand.
-        batches: Positions in ``owned`` of matrices that are orthogonalized together.
+        owned: Matrices that this rank owns.
+        batches: Shapes ``(number, rows, cols)``, ``rows <= cols``, of the batches in which they
+            are orthogonalized.
         give: Parts of the results of ``owned[place]`` that are sent back, in order.
-        updates: Per held matrix, its update: where ``place`` >= 0 in what came back, else part
-            of the result of ``owned[~place]``.
+        updates: Per held matrix, its update: where ``place`` >= 0 among the pieces that came back,
+            else a part of the result of ``owned[~place]``.
     """
 
     group: int
     held: tuple[int, ...]
     local_rows: tuple[tuple[int, int], ...]
-    owned: tuple[int, ...]
-    shapes: tuple[tuple[int, int], ...]
-    send: tuple[int, ...]
+    pack: tuple[int, ...]
+    pack_sizes: tuple[int, ...]
     gather: Leg
-    assembly: tuple[tuple[Part, ...], ...]
-    batches: tuple[tuple[int, ...], ...]
+    owned: tuple[Owned, ...]
+    batches: tuple[tuple[int, int, int], ...]
     give: tuple[Part, ...]
     scatter: Leg
     updates: tuple[Part, ...]
@@ -125,21 +150,28 @@ def rank_program(plan: StepPlan, bucket: Bucket, rank: int) -> RankProgram:
         )
 
     held_at, owned_at = _positions(held), _positions(owned)
+    sent = [index for index, _ in chain(*lists.sends)]
+    own = [index for index in owned if index in held_at]
     starts = _local_starts(plan, rank)
     rows = [_piece(matrices[i], rank).box[0] for i in held]
     firsts = [starts[matrices[i].param] for i in held]
+    batches, slots = _batches(plan, owned)
     return RankProgram(
         group=bucket.group,
         held=held,
         local_rows=tuple((a - first, b - first) for (a, b), first in zip(rows, firsts)),
-        owned=owned,
-        shapes=tuple(matrices[i].shape for i in owned),
-        send=tuple(held_at[index] for index, _ in chain(*lists.sends)),
+        pack=tuple(held_at[index] for index in [*sent, *own]),
+        pack_sizes=tuple(_piece(matrices[index], rank).numel for index in [*sent, *own]),
         gather=leg(gathers, lists.sends, lists.receives),
-        assembly=_assembly(plan, held_at, owned, list(chain(*lists.receives))),
-        batches=_batches(plan, owned),
+        owned=tuple(
+            Owned(index, box_shape(matrices[index].box), parts, *slot)
+            for index, parts, slot in zip(
+                owned, _assembly(plan, owned, own, list(chain(*lists.receives))), slots
+            )
+        ),
+        batches=batches,
         give=tuple(
-            Part(owned_at[index], _inside(matrices[index].pieces[number], matrices[index]))
+            _part(owned_at[index], matrices[index].pieces[number], matrices[index])
             for index, number in chain(*lists.gives)
         ),
         scatter=leg(scatters, lists.gives, lists.takes),
@@ -168,27 +200,37 @@ def _local_starts(plan: StepPlan, rank: int) -> dict[int, int]:
     return starts
 
 
-def _inside(piece: Piece, matrix: Matrix) -> Box:
-    """The piece's box, counted from the matrix's first row."""
+def _part(place: int, piece: Piece, matrix: Matrix) -> Part:
     first = matrix.box[0][0]
     (start, stop), *rest = piece.box
-    return ((start - first, stop - first), *rest)
+    box = ((start - first, stop - first), *rest)
+    whole = box_shape(matrix.box)
+    shape = box_shape(box)
+    cuts = tuple(
+        (dim, start, length)
+        for dim, ((start, _), length) in enumerate(zip(box, shape))
+        if length != whole[dim]
+    )
+    return Part(place, shape, cuts)
 
 
 def _assembly(
-    plan: StepPlan, held_at: dict[int, int], owned: Sequence[int], received: Sequence[At]
-) -> tuple[tuple[Part, ...], ...]:
+    plan: StepPlan, owned: Sequence[int], own: Sequence[int], received: Sequence[At]
+) -> list[tuple[Part, ...]]:
+    """Where the pieces of each owned matrix are."""
     places = {at: place for place, at in enumerate(received)}
-    return tuple(
+    own_places = _positions(own)
+    return [
         tuple(
-            Part(
-                places[index, number] if (index, number) in places else ~held_at[index],
-                _inside(piece, plan.matrices[index]),
+            _part(
+                places[index, number] if (index, number) in places else ~own_places[index],
+                piece,
+                plan.matrices[index],
             )
             for number, piece in enumerate(plan.matrices[index].pieces)
         )
         for index in owned
-    )
+    ]
 
 
 def _updates(
@@ -200,17 +242,31 @@ def _updates(
 ) -> tuple[Part, ...]:
     places = {index: place for place, (index, _) in enumerate(taken)}
     return tuple(
-        Part(
+        _part(
             places[index] if index in places else ~owned_at[index],
-            _inside(_piece(plan.matrices[index], rank), plan.matrices[index]),
+            _piece(plan.matrices[index], rank),
+            plan.matrices[index],
         )
         for index in held
     )
 
 
-def _batches(plan: StepPlan, owned: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Owned matrices of equal shape, wide and tall ones together."""
-    batches: dict[tuple[int, ...], list[int]] = {}
-    for position, index in enumerate(owned):
-        batches.setdefault(tuple(sorted(plan.matrices[index].shape)), []).append(position)
-    return tuple(tuple(positions) for positions in batches.values())
+def _batches(
+    plan: StepPlan, owned: Sequence[int]
+) -> tuple[tuple[tuple[int, int, int], ...], list[tuple[int, int, bool]]]:
+    """Put matrices of equal shape together, tall ones transposed.
+
+    Returns:
+        Shapes of the batches; per owned matrix its batch, its slot there, and whether it is tall.
+    """
+    number_of: dict[tuple[int, int], int] = {}
+    sizes: list[int] = []
+    slots = []
+    for index in owned:
+        rows, cols = plan.matrices[index].shape
+        batch = number_of.setdefault((min(rows, cols), max(rows, cols)), len(sizes))
+        if batch == len(sizes):
+            sizes.append(0)
+        slots.append((batch, sizes[batch], rows > cols))
+        sizes[batch] += 1
+    return tuple((n, *shape) for n, shape in zip(sizes, number_of)), slots

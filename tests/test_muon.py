@@ -299,7 +299,7 @@ def _sent_dtype_makes_no_difference():
         params = [torch.nn.Parameter(p) for p in place(weights_of(SHAPES), "shard", mesh)]
         optimizer = Muon(params, lr=0.1)
         set_grads(params, grads_of(SHAPES, 0))
-        works = optimizer._ensure_prepared().works((True,) * len(params))
+        works = optimizer._prepared.works((True,) * len(params))
         if widen:
             works[:] = [replace(work, gather_dtype=torch.float32) for work in works]
         optimizer.step()

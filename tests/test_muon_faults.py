@@ -240,6 +240,41 @@ def test_ranks_that_differ_are_told_so_at_construction(what):
     assert "rank 0: " in texts[0] and "rank 2: " in texts[0]
 
 
+def _fault_on_one_rank(what):
+    params = parameters()
+    options = {}
+    if dist.get_rank() == 1:
+        if what == "option":
+            options["nonfinite"] = "ignore"
+        else:
+            params.append(torch.nn.Parameter(torch.zeros(3)))
+    return error_of(Muon, params, lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"), [("option", "nonfinite must be"), ("parameter", "0-D and 1-D")]
+)
+def test_a_fault_on_one_rank_is_raised_on_all(what, message):
+    texts = run_ranks(3, _fault_on_one_rank, what)
+    assert all(message in text for text in texts)
+    assert "found on rank 1" in texts[0] and "found on rank 1" in texts[2]
+
+
+def _option_changed_on_one_rank():
+    params = parameters()
+    optimizer = Muon(params, **IN_FP32)
+    set_grads(params, grads_of(SHAPES, 0))
+    optimizer.step()
+    if dist.get_rank() == 0:
+        optimizer.param_groups[0]["ns_steps"] = 3
+    return error_of(optimizer.step)
+
+
+def test_an_option_changed_on_one_rank_is_an_error_on_all():
+    texts = run_ranks(3, _option_changed_on_one_rank)
+    assert len(set(texts)) == 1 and "'ns_steps': 3" in texts[0]
+
+
 # --------------------------------------------------------------------- refused at construction
 
 
@@ -303,6 +338,12 @@ class TestRefused:
     def test_options(self, options, message):
         with pytest.raises(ValueError, match=message):
             Muon([parameter(3, 3)], **options)
+
+    def test_parameters_without_an_order(self):
+        with pytest.raises(TypeError, match="got a set"):
+            Muon({parameter(3, 3)})
+        with pytest.raises(TypeError, match="got a Parameter"):
+            Muon(parameter(3, 3))
 
     def test_unknown_algorithm(self):
         with pytest.raises(ValueError, match='"muon" or "adamw"'):

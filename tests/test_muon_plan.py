@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 
 import expecttest
 import pytest
@@ -71,19 +72,25 @@ def check_plan(plan: StepPlan) -> None:
         for rank, program in enumerate(programs):
             assert program.gather.send_numels[rank] == program.scatter.send_numels[rank] == 0
             check_program(program)
-        assert sorted(i for p in programs for i in p.owned) == list(bucket.matrices)
+        owned = sorted(matrix.index for program in programs for matrix in program.owned)
+        assert owned == list(bucket.matrices)
         moved += sum(plan.bucket_bytes(bucket))
     assert moved == plan.num_bytes
 
 
 def check_program(program: RankProgram) -> None:
-    for parts, shape in zip(program.assembly, program.shapes):
-        assert sum(box_numel(part.box) for part in parts) == shape[0] * shape[1]
-    used = sorted(part.place for parts in program.assembly for part in parts if part.place >= 0)
-    assert used == list(range(len(program.gather.recv_sizes)))
+    """Whole matrices from pieces that are there; every batch slot and every place used once."""
+    for matrix in program.owned:
+        assert sum(map(prod, (part.shape for part in matrix.parts))) == prod(matrix.shape)
+    places = [part.place for matrix in program.owned for part in matrix.parts]
+    assert sorted(p for p in places if p >= 0) == list(range(len(program.gather.recv_sizes)))
+    number_sent = len(program.pack) - sum(p < 0 for p in places)
+    assert sum(program.pack_sizes[:number_sent]) == sum(program.gather.send_numels)
+    assert sorted(~p for p in places if p < 0) == list(range(len(program.pack) - number_sent))
     taken = sorted(part.place for part in program.updates if part.place >= 0)
     assert taken == list(range(len(program.scatter.recv_sizes)))
-    assert sorted(p for batch in program.batches for p in batch) == list(range(len(program.owned)))
+    slots = sorted((matrix.batch, matrix.slot) for matrix in program.owned)
+    assert slots == [(b, i) for b, shape in enumerate(program.batches) for i in range(shape[0])]
 
 
 def shards_not_at_owner(plan: StepPlan) -> int:

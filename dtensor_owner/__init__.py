@@ -8,6 +8,7 @@ from dtensor_owner.layout import (
     PaddingReport,
     ShardLayout,
     build_row_atomic_layout,
+    build_whole_tensor_layout,
 )
 from dtensor_owner.muon import Muon
 from dtensor_owner.mxfp8 import MXFP8Tensor
@@ -24,6 +25,7 @@ from dtensor_owner.owners import (
     select_ge_2d_params,
 )
 from dtensor_owner.quantized_buffer import QuantizedDBuffer
+from dtensor_owner.whole_tensors import WholeTensors
 from placements import (
     BlockAtomic,
     Owner,
@@ -67,4 +69,6 @@ __all__ = [
     "PaddingReport",
     "ShardLayout",
     "build_row_atomic_layout",
+    "build_whole_tensor_layout",
+    "WholeTensors",
 ]

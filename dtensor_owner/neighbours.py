@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch.distributed as dist
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from placements.collectives import DimGroup, Pending, all_gather_rows_async
+from placements.collectives import DimGroup, Pending, exchange_flat_async
 from placements.geometry import balanced_counts, ranges
 
 
 class Neighbours:
     """Runs of ranks along the last mesh dim that together keep all gathered weights.
+
+    They exchange their parts within the process group of that mesh dim, in which ranks of
+    different runs send each other nothing: a process group for each run would have to be made.
 
     Args:
         mesh: The mesh; its last dim is sharded.
@@ -21,27 +22,28 @@ class Neighbours:
     """
 
     def __init__(self, mesh: DeviceMesh, num_ranks: int) -> None:
-        self._group = _group(mesh, num_ranks, mesh.get_group(mesh.ndim - 1))
+        self._group = DimGroup.of(mesh, mesh.ndim - 1)
+        self._num_ranks = num_ranks
+        self._first = self._group.coordinate // num_ranks * num_ranks
 
     def part(self, flat: Tensor) -> Tensor:
         """This rank's part of the flat weights, a copy."""
-        counts = balanced_counts(flat.numel(), self._group.size)
-        start, stop = ranges(counts)[self._group.coordinate]
+        counts = balanced_counts(flat.numel(), self._num_ranks)
+        start, stop = ranges(counts)[self._group.coordinate - self._first]
         return flat[start:stop].clone()
 
     def gather_async(self, part: Tensor, numel: int) -> Pending:
-        """All ``numel`` weights; every rank of the run must call it."""
-        counts = balanced_counts(numel, self._group.size)
-        return all_gather_rows_async(part, counts, self._group)
-
-
-@lru_cache(maxsize=64)
-def _group(mesh: DeviceMesh, num_ranks: int, whole_dim: dist.ProcessGroup) -> DimGroup:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    along = mesh.mesh[tuple(coordinate[:-1])].tolist()
-    first = coordinate[-1] // num_ranks * num_ranks
-    members = along[first : first + num_ranks]
-    group = dist.new_group(sorted(members), use_local_synchronization=True)
-    order = tuple(dist.get_group_rank(group, rank) for rank in members)
-    return DimGroup(group.group_name, num_ranks, coordinate[-1] - first, order)
+        """All ``numel`` weights; every rank along the mesh dim must call it."""
+        counts = list(balanced_counts(numel, self._num_ranks))
+        place = self._group.coordinate - self._first
+        before = sum(counts[:place])
+        counts[place] = 0  # a rank sends itself nothing
+        received = [0] * self._group.size
+        received[self._first : self._first + self._num_ranks] = counts
+        others = range(self._first, self._first + self._num_ranks)
+        sent = [
+            part.numel() if c in others and c != self._group.coordinate else 0
+            for c in range(self._group.size)
+        ]
+        pending = exchange_flat_async(part.repeat(self._num_ranks - 1), sent, received, self._group)
+        return pending.then(lambda rest: torch.cat([rest[:before], part, rest[before:]]))

@@ -121,8 +121,6 @@ def test_training_equals_one_process_with_rounded_weights(world_size, kind):
         assert from_fp32 > 1e-4  # control: the rounding matters
 
 
-# Hangs now and then in a process that has run other tests: see docs/limits.md.
-@pytest.mark.slow
 @pytest.mark.parametrize("reshard", [False, 2])
 def test_weights_may_be_kept_for_backward(reshard):
     for from_mxfp8, _ in run_ranks(4, compare_training, reshard_after_forward=reshard):

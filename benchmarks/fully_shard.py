@@ -1,0 +1,167 @@
+"""fully_shard beside torch's own: seconds of a training step and peak memory, in turns.
+
+    python benchmarks/fully_shard.py [--ranks 2] [--device cpu] [--hidden 688]
+
+All variants train the same GPT on the same ranks. They take turns, a few steps each, so that
+whatever else the machine does hits all of them; what counts are the ratios to torch's
+fully_shard within a round, of which the median and the quartiles are printed. The floor is the
+same model on each rank without any sharding and communication: no variant can be faster.
+Memory is measured in a process of its own for each variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from dtensor_owner.fully_shard import fully_shard
+from dtensor_owner.layout import ShardLayout
+from dtensor_owner.train.model import GPT, summed_loss
+
+FLOOR, STOCK = "no sharding (floor)", "torch fully_shard"
+OURS: dict[str, dict[str, Any]] = {
+    "UNPADDED": {},
+    "UNPADDED, prefetch=0": {"prefetch": 0},
+    "PADDED": {"shard_layout": ShardLayout.PADDED},
+}
+VARIANTS = [FLOOR, STOCK, *OURS]
+
+
+def build(variant: str, args: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    model = GPT(
+        layers=args.layers, dim=args.dim, heads=8, hidden=args.hidden, context=args.context
+    ).to(args.device)
+    if variant == FLOOR:
+        return model
+    options = OURS.get(variant, {})
+    shard: Callable[..., Any] = torch_fully_shard if variant == STOCK else fully_shard
+    for module in [*model.blocks, model]:
+        # The same for all: weights are gathered in forward and again in backward.
+        shard(module, mesh=mesh, reshard_after_forward=True, **options)
+    return model
+
+
+class Trainee:
+    def __init__(self, variant: str, args: argparse.Namespace, mesh: DeviceMesh) -> None:
+        self.model = build(variant, args, mesh)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        shape = (args.batch, args.context + 1)
+        self.tokens = torch.randint(0, 256, shape, device=args.device)
+        self.is_cuda = args.device == "cuda"
+
+    def seconds(self, steps: int) -> float:
+        dist.barrier()
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(steps):
+            logits = self.model(self.tokens[:, :-1])
+            (summed_loss(logits, self.tokens[:, 1:]) / self.tokens[:, 1:].numel()).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+
+def start(rank: int, args: argparse.Namespace, folder: str) -> DeviceMesh:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if args.device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if args.device == "cuda" else "gloo",
+        store=dist.FileStore(f"{folder}/store", args.ranks),
+        rank=rank,
+        world_size=args.ranks,
+    )
+    return init_device_mesh(args.device, (args.ranks,))
+
+
+def measure_time(rank: int, args: argparse.Namespace, folder: str) -> None:
+    mesh = start(rank, args, folder)
+    trainees = {variant: Trainee(variant, args, mesh) for variant in VARIANTS}
+    for trainee in trainees.values():
+        trainee.seconds(2)
+    rounds = []
+    for number in range(args.rounds):
+        shift = number % len(VARIANTS)
+        order = VARIANTS[shift:] + VARIANTS[:shift]
+        seconds = {variant: trainees[variant].seconds(args.steps) for variant in order}
+        slowest = torch.tensor([seconds[variant] for variant in VARIANTS], device=args.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        rounds.append(dict(zip(VARIANTS, slowest.tolist())))
+    if rank == 0:
+        print("| variant | ms a step (median) | to torch fully_shard: median | quartiles |")
+        print("|---|---:|---:|---:|")
+        for variant in VARIANTS:
+            milliseconds = statistics.median(r[variant] for r in rounds) / args.steps * 1e3
+            ratios = [r[variant] / r[STOCK] for r in rounds]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            print(f"| {variant} | {milliseconds:.1f} | {middle:.3f} | {low:.3f} to {high:.3f} |")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_memory(rank: int, args: argparse.Namespace, folder: str, variant: str) -> None:
+    mesh = start(rank, args, folder)
+    trainee = Trainee(variant, args, mesh)
+    before = peak_bytes(args)
+    trainee.seconds(3)
+    mebibytes = torch.tensor([(peak_bytes(args) - before) / 2**20], device=args.device)
+    dist.all_reduce(mebibytes, dist.ReduceOp.MAX)
+    if rank == 0:
+        print(f"| {variant} | {mebibytes.item():.0f} |", flush=True)
+    dist.destroy_process_group()
+
+
+def peak_bytes(args: argparse.Namespace) -> int:
+    """The most memory so far: allocated on a GPU; resident in the process otherwise."""
+    if args.device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def spawn(function: Callable[..., None], args: argparse.Namespace, *more: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(function, args=(args, folder, *more), nprocs=args.ranks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    for name, default in dict(
+        ranks=2, layers=4, dim=256, hidden=688, context=128, batch=2, rounds=12, steps=3
+    ).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    mesh_free = GPT(
+        layers=args.layers, dim=args.dim, heads=8, hidden=args.hidden, context=args.context
+    )
+    count = sum(parameter.numel() for parameter in mesh_free.parameters())
+    print(f"GPT of {count:,} parameters, {args.ranks} ranks, {args.device}\n")
+    spawn(measure_time, args)
+    print("\n| variant | MiB that training adds to the model, at its peak (largest rank) |")
+    print("|---|---:|", flush=True)
+    for variant in VARIANTS:
+        spawn(measure_memory, args, variant)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ as ``Pending``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -72,6 +73,16 @@ class DimGroup:
         return DimGroup(group.group_name, size, dist.get_rank(group), tuple(range(size)))
 
 
+_outside_tracing: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def set_outside_tracing(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Give a context that leaves the modes of a trace: a mesh may be met there for the first time,
+    and its ranks are real numbers, not traced ones."""
+    global _outside_tracing
+    _outside_tracing = context
+
+
 @lru_cache(maxsize=1024)
 def _dim_group(mesh: DeviceMesh, mesh_dim: int, group: dist.ProcessGroup) -> DimGroup:
     coordinates = mesh.get_coordinate()
@@ -82,7 +93,8 @@ def _dim_group(mesh: DeviceMesh, mesh_dim: int, group: dist.ProcessGroup) -> Dim
         )
     index: list[int | slice] = list(coordinates)
     index[mesh_dim] = slice(None)
-    global_ranks = mesh.mesh[tuple(index)].tolist()
+    with _outside_tracing():
+        global_ranks = mesh.mesh[tuple(index)].tolist()
     order = tuple(dist.get_group_rank(group, global_rank) for global_rank in global_ranks)
     return DimGroup(group.group_name, len(order), coordinates[mesh_dim], order)
 

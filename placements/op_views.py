@@ -196,7 +196,10 @@ def _slice(call: OpCall) -> Rules:
 def _own_range(call: OpCall, placement: Placement) -> tuple[int, int]:
     mesh_dim = call.specs[0].placements.index(placement)
     counts = split_counts(placement, call.input_shape[0], call.mesh.size(mesh_dim))
-    return ranges(counts)[call.mesh.get_local_rank(mesh_dim)]
+    # Not get_local_rank: that is the rank in the group, which an unsorted mesh numbers otherwise.
+    coordinate = call.mesh.get_coordinate()
+    assert coordinate is not None
+    return ranges(counts)[coordinate[mesh_dim]]
 
 
 # ------------------------------------------------------------------- joins and factories

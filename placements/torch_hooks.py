@@ -30,10 +30,11 @@ from torch.distributed.tensor._ops.single_dim_strategy import (
 )
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from placements.block_atomic import BlockAtomic
 from placements.boxes import box_shape, check_placements, is_held, is_ours, local_box, normalized
-from placements.collectives import DimGroup, all_reduce, broadcast
+from placements.collectives import DimGroup, all_reduce, broadcast, set_outside_tracing
 from placements.owner import Owner
 from placements.redistribute import redistribute_local
 from placements.row_atomic import RowAtomic
@@ -102,6 +103,7 @@ def install(propagate: Propagate, handlers: dict[Any, Handler]) -> None:
         return
     _check_torch_version()
     _register_types()
+    set_outside_tracing(_disable_current_modes)
     _replace_everywhere("redistribute_local_tensor", _redistribute, _redistribute_hook)
     _replace_everywhere("compute_local_shape_and_global_offset", _utils, _local_shape_hook)
     _replace_everywhere("compute_global_tensor_info", _utils, _global_info_hook)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from placements import Owner, RowAtomic, distribute_tensor
@@ -81,6 +81,24 @@ def nested_sum_case() -> list[str]:
 
 def test_reductions_over_nested_rows_are_partial_on_both_dims() -> None:
     assert run_ranks(4, nested_sum_case) == [[]] * 4
+
+
+def unsorted_case() -> list[str]:
+    """A rank's coordinate is not its rank in the group where a mesh is not sorted."""
+    mesh = DeviceMesh("cpu", [2, 0, 1])
+    full = torch.randn((5, 4), generator=torch.Generator().manual_seed(1))
+    wrong = []
+    for placement in (RowAtomic((3, 0, 2)), Owner(0)):
+        x = distribute_tensor(full, mesh, [placement])
+        for name, op in OPS.items():
+            got = outcome(op, x)
+            if not isinstance(got, str) and not torch.allclose(got.double(), op(full).double()):
+                wrong.append(f"{name} on {placement}")
+    return wrong
+
+
+def test_ops_on_an_unsorted_mesh_are_never_wrong() -> None:
+    assert run_ranks(3, unsorted_case) == [[]] * 3
 
 
 def refused_case() -> list[str]:

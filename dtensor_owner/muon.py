@@ -25,7 +25,7 @@ from dtensor_owner.muon_prepare import (
     tell_others,
 )
 from dtensor_owner.muon_step import BucketWork, EagerStages, Numbers, Shards, run_step
-from dtensor_owner.newton_schulz import QUINTIC, Coefficients
+from dtensor_owner.ns_schedule import QUINTIC, Coefficients, Method
 
 ADAMW_DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -70,6 +70,8 @@ class Muon(torch.optim.Optimizer):
             ``"match_rms_adamw"``: lr times ``0.2 sqrt(max(rows, cols))``.
         ns_dtype: Dtype of Newton-Schulz. With bfloat16 its inputs and results travel in
             bfloat16, half the bytes for the same bits.
+        ns_method: Form of Newton-Schulz: ``"plain"``, ``"gram"``, or ``"auto"`` by shape; see
+            ``newton_schulz``.
         matrices: What a parameter of more than two dims is. ``"flatten"``: one matrix
             ``(shape[0], rest)``; ``"stack"``: a 3-D one is a stack of ``shape[0]`` matrices.
         split_rows: Rows of each of several matrices stacked along dim 0 of every parameter of
@@ -103,6 +105,7 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: str | None = None,
         *,
         ns_dtype: torch.dtype = torch.bfloat16,
+        ns_method: Method = "auto",
         matrices: Literal["flatten", "stack"] = "flatten",
         split_rows: tuple[int, ...] | None = None,
         adamw: Mapping[str, Any] | None = None,
@@ -123,6 +126,7 @@ class Muon(torch.optim.Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "ns_dtype": ns_dtype,
+            "ns_method": ns_method,
             "matrices": matrices,
             "split_rows": split_rows,
         }
@@ -236,10 +240,21 @@ class Muon(torch.optim.Optimizer):
         super().__setstate__(state)
         self._prepared, self._compiled, self._built = None, {}, True
 
+    def state_dict(self) -> dict[str, Any]:
+        """State and groups, as of every optimizer; a group tells the name of its ``ns_dtype``,
+        because ``torch.distributed.checkpoint.state_dict`` gathers no dtypes."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            if "ns_dtype" in group:
+                group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
+        return saved
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state; a parameter that the state knows nothing of starts from zeros."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
+            if isinstance(group.get("ns_dtype"), str):
+                group["ns_dtype"] = getattr(torch, group["ns_dtype"])
             defaults = self._adamw_defaults if group.get("algorithm") == ADAMW else self.defaults
             for key, value in defaults.items():
                 group.setdefault(key, value)

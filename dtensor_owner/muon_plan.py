@@ -15,7 +15,8 @@ from typing import Literal
 import torch
 
 from dtensor_owner.muon_matrices import Matrix, Piece
-from dtensor_owner.newton_schulz import Coefficients, keeps_range
+from dtensor_owner.newton_schulz import keeps_range
+from dtensor_owner.ns_schedule import Coefficients, Method, multiply_adds, uses_gram
 from dtensor_owner.owner_balance import balance
 from dtensor_owner.owner_work import Work
 
@@ -33,6 +34,7 @@ class Settings:
         dtype: Its dtype.
         nesterov: Whether the gradient is mixed with the momentum once more.
         adjust_lr_fn: How the step size depends on the shape.
+        method: Form of Newton-Schulz.
     """
 
     coefficients: tuple[Coefficients, ...]
@@ -40,6 +42,7 @@ class Settings:
     dtype: torch.dtype
     nesterov: bool
     adjust_lr_fn: str | None = None
+    method: Method = "auto"
 
     def lr_ratio(self, shape: Shape) -> float:
         """Step size over lr for a matrix, as ``torch.optim.Muon`` adjusts it.
@@ -51,6 +54,11 @@ class Settings:
         if self.adjust_lr_fn == "match_rms_adamw":
             return 0.2 * max(rows, cols) ** 0.5
         return max(1.0, rows / cols) ** 0.5 if cols else 1.0
+
+    def cost(self, shape: Shape, device_type: str) -> int:
+        """Newton-Schulz multiply-adds of a matrix."""
+        gram = uses_gram(self.method, shape, itemsize=self.dtype.itemsize, device_type=device_type)
+        return multiply_adds(shape, self.coefficients, gram=gram)
 
     def gather_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What Newton-Schulz inputs of a parameter of ``dtype`` travel in.
@@ -214,6 +222,7 @@ def plan_step(
     *,
     eligible: Literal["holders", "any"] = "holders",
     bucket_numel: int,
+    device_type: str = "cpu",
 ) -> StepPlan:
     """Choose owners for all matrices together, then form buckets.
 
@@ -226,11 +235,11 @@ def plan_step(
         eligible: Who may own: ``"holders"`` of some of the matrix, or ``"any"`` rank.
         bucket_numel: Elements that one owner collects in one bucket at most (a larger matrix
             is alone with its owner in a bucket).
+        device_type: Where Newton-Schulz runs.
     """
     num_ranks = prod(mesh_shape)
     costs = tuple(
-        _multiply_adds(matrix.shape, len(settings[group].coefficients))
-        for matrix, group in zip(matrices, groups)
+        settings[group].cost(matrix.shape, device_type) for matrix, group in zip(matrices, groups)
     )
     works = [
         Work.from_counts(cost, matrix.held_counts(num_ranks))
@@ -253,11 +262,6 @@ def plan_step(
     # What needs no exchange comes first: it is computed while the first exchange is under way.
     buckets.sort(key=lambda bucket: any(plan.moves(bucket)))
     return replace(plan, buckets=tuple(buckets))
-
-
-def _multiply_adds(shape: Shape, steps: int) -> int:
-    short, long = sorted(shape)
-    return steps * (2 * short * short * long + short**3)
 
 
 def _fill(plan: StepPlan, indices: Sequence[int], bucket_numel: int) -> list[tuple[int, ...]]:

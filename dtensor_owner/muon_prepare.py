@@ -16,7 +16,7 @@ from dtensor_owner.muon_matrices import Domain, Matrix, domain_of, matrices_of, 
 from dtensor_owner.muon_plan import Settings, StepPlan, plan_step
 from dtensor_owner.muon_program import rank_program
 from dtensor_owner.muon_step import BucketWork
-from dtensor_owner.newton_schulz import as_schedule
+from dtensor_owner.ns_schedule import as_schedule, check_method
 
 MUON, ADAMW = "muon", "adamw"
 
@@ -80,6 +80,7 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
         group["ns_dtype"],
         bool(group["nesterov"]),
         group["adjust_lr_fn"],
+        check_method(group["ns_method"]),
     )
 
 
@@ -188,6 +189,7 @@ def prepare(
             domain.mesh_shape,
             eligible=eligible,
             bucket_numel=bucket_numel,
+            device_type=owners[0].param.device.type,
         )
     return Prepared(members, settings, plans)
 

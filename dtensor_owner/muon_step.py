@@ -178,7 +178,9 @@ class _BucketRun:
 def _orthogonalized(batch: Tensor, settings: Settings) -> Tensor:
     steps = len(settings.coefficients)
     matrices = batch[0] if batch.shape[0] == 1 else batch
-    result = newton_schulz(matrices, steps, settings.coefficients, settings.eps, settings.dtype)
+    result = newton_schulz(
+        matrices, steps, settings.coefficients, settings.eps, settings.dtype, settings.method
+    )
     return result.view(batch.shape)
 
 

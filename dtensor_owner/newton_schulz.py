@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from dtensor_owner.ns_schedule import (
+    QUINTIC,
+    Coefficients,
+    Method,
+    as_schedule,
+    check_method,
+    gram_runs,
+    uses_gram,
+)
 from placements.owner import Owner
-
-Coefficients = tuple[float, float, float]
-
-QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
-"""Coefficients of Keller Jordan's Muon: steepest slope at zero; singular values end in about
-0.7 to 1.2 rather than at exactly 1 (https://kellerjordan.github.io/posts/muon/)."""
 
 
 def newton_schulz(
@@ -24,6 +26,7 @@ def newton_schulz(
     coefficients: Coefficients | Sequence[Coefficients] = QUINTIC,
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
+    method: Method = "auto",
 ) -> Tensor:
     """Orthogonalize a matrix, or each matrix of a batch.
 
@@ -45,15 +48,20 @@ def newton_schulz(
         eps: Lower bound of the norm, after the largest magnitude was made 1; as that norm is
             at least 1, it matters for zeros only.
         dtype: Floating dtype of the iteration and of the result.
+        method: ``"plain"``: every step multiplies the matrix itself. ``"gram"``: all steps work on
+            its small Gram matrix, in fp32 at least, and the matrix is multiplied once at the end;
+            fewer products where it is far from square. ``"auto"``: the one with fewer products
+            (see ``uses_gram``).
 
     Returns:
         ``(..., rows, cols)`` in ``dtype``; for a DTensor, with the placements of ``G``.
 
     Raises:
-        ValueError: Fewer than two dims, no floating dtype, or bad steps or coefficients.
+        ValueError: Fewer than two dims, no floating dtype, or bad steps, coefficients or method.
         NotImplementedError: A DTensor whose matrices are cut.
     """
     schedule = as_schedule(coefficients, steps)
+    check_method(method)
     if G.ndim < 2:
         raise ValueError(
             f"Newton-Schulz needs matrices, got shape {tuple(G.shape)}: view a weight as "
@@ -64,12 +72,16 @@ def newton_schulz(
             f"Newton-Schulz needs real floating dtypes, got G of {G.dtype} and dtype={dtype}."
         )
     if isinstance(G, DTensor):
-        return _on_holders(G, schedule, eps, dtype)
+        return _on_holders(G, schedule, eps, dtype, method)
     if G.numel() == 0:
         return torch.zeros_like(G, dtype=dtype)
     tall = G.shape[-2] > G.shape[-1]
     X = _normalized(G.mT if tall else G, eps, dtype)
-    if G.device.type == "cpu" and dtype in _SLOW_ON_THIS_CPU:
+    device = G.device.type
+    if uses_gram(method, G.shape, itemsize=dtype.itemsize, device_type=device):
+        wide = torch.promote_types(dtype, torch.float32)
+        X = _gram_form(X.to(wide), schedule).to(dtype)
+    elif device == "cpu" and dtype in _SLOW_ON_THIS_CPU:
         X = X.to(torch.float32)
         for a, b, c in schedule:
             X = _rounded_step(X, a, b, c, dtype)
@@ -78,27 +90,6 @@ def newton_schulz(
         for a, b, c in schedule:
             X = _quintic_step(X, a, b, c)
     return X.mT if tall else X
-
-
-def as_schedule(
-    coefficients: Coefficients | Sequence[Coefficients], steps: int
-) -> tuple[Coefficients, ...]:
-    """Coefficients of each step, checked."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
-        raise ValueError(f"Newton-Schulz steps must be an int from 0 to 99, got {steps!r}.")
-    triples: Sequence[Sequence[float]]
-    if len(coefficients) == 3 and all(isinstance(x, (int, float)) for x in coefficients):
-        triples = [cast("Coefficients", coefficients)] * steps
-    else:
-        triples = cast("Sequence[Coefficients]", coefficients)
-    if any(not isinstance(t, (tuple, list)) or len(t) != 3 for t in triples):
-        raise ValueError(
-            "Newton-Schulz coefficients must be three numbers (a, b, c), or one such triple per "
-            f"step, got {coefficients!r}."
-        )
-    if len(triples) != steps:
-        raise ValueError(f"Got {len(triples)} coefficient triples for {steps} steps.")
-    return tuple((float(a), float(b), float(c)) for a, b, c in triples)
 
 
 def keeps_range(dtype: torch.dtype, of: torch.dtype) -> bool:
@@ -121,11 +112,41 @@ def _normalized(G: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 def _quintic_step(X: Tensor, a: float, b: float, c: float) -> Tensor:
     """``a X + (b A + c A A) X`` with ``A = X X^T``."""
     A = X @ X.mT
-    if X.ndim == 2:
-        return torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    if X.ndim == 3:
-        return torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return a * X + (b * A + c * (A @ A)) @ X
+    return _add_product(a, X, 1.0, _add_product(b, A, c, A, A), X)
+
+
+def _add_product(beta: float, S: Tensor, alpha: float, Y: Tensor, Z: Tensor) -> Tensor:
+    """``beta S + alpha Y Z``, in one call where there is one."""
+    if S.ndim == 2:
+        return torch.addmm(S, Y, Z, beta=beta, alpha=alpha)
+    if S.ndim == 3:
+        return torch.baddbmm(S, Y, Z, beta=beta, alpha=alpha)
+    return beta * S + alpha * (Y @ Z)
+
+
+def _gram_form(X: Tensor, schedule: Sequence[Coefficients]) -> Tensor:
+    """All steps on the Gram matrix ``A = X X^T``.
+
+    A step multiplies ``X`` by ``a + P`` with ``P = b A + c A A``, so ``A`` by ``(a + P)`` from both
+    sides. ``Q`` is the product of all factors so far; it commutes with ``A``.
+    """
+    for run in gram_runs(schedule):
+        A = X @ X.mT
+        Q: Tensor | None = None
+        for number, (a, b, c) in enumerate(run):
+            P = _add_product(b, A, c, A, A)
+            Q = _plus_identity(a, P) if Q is None else _add_product(a, Q, 1.0, P, Q)
+            if number + 1 < len(run):
+                half = _add_product(a, A, 1.0, P, A)
+                A = _add_product(a, half, 1.0, half, P)
+        assert Q is not None
+        X = Q @ X
+    return X
+
+
+def _plus_identity(a: float, P: Tensor) -> Tensor:
+    identity = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)
+    return torch.add(P, identity, alpha=a)
 
 
 def _rounded_step(X: Tensor, a: float, b: float, c: float, dtype: torch.dtype) -> Tensor:
@@ -155,7 +176,11 @@ _SLOW_ON_THIS_CPU = _slow_on_this_cpu()
 
 
 def _on_holders(
-    G: DTensor, schedule: tuple[Coefficients, ...], eps: float, dtype: torch.dtype
+    G: DTensor,
+    schedule: tuple[Coefficients, ...],
+    eps: float,
+    dtype: torch.dtype,
+    method: Method,
 ) -> DTensor:
     cut = [
         (mesh_dim, placement)
@@ -167,7 +192,7 @@ def _on_holders(
             f"Newton-Schulz needs whole matrices, but {cut[0][1]} on mesh dim {cut[0][0]} cuts "
             f"them: redistribute to Owner(rank) (one rank works) or Replicate() (all do) first."
         )
-    result = newton_schulz(G.to_local(), len(schedule), schedule, eps, dtype)
+    result = newton_schulz(G.to_local(), len(schedule), schedule, eps, dtype, method)
     return DTensor.from_local(
         result.contiguous(),
         G.device_mesh,

@@ -14,6 +14,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any, Literal, Protocol
 
+from dtensor_owner.ns_schedule import QUINTIC, Method, multiply_adds, uses_gram
 from dtensor_owner.owner_balance import balance
 from dtensor_owner.owner_work import Work, lower_bound
 
@@ -165,15 +166,20 @@ def ns_cost_fn(num_ns_steps: int) -> Callable[[ParameterLayout], int]:
     return cost
 
 
-def ns_flops_cost_fn(num_ns_steps: int) -> Callable[[ParameterLayout], int]:
+def ns_flops_cost_fn(
+    num_ns_steps: int, *, method: Method = "plain"
+) -> Callable[[ParameterLayout], int]:
     """Multiply-adds of the quintic iteration: ``steps * (2 r^2 c + r^3)`` with ``r <= c``.
 
     A step forms the Gram matrix (r^2 c), squares it (r^3) and multiplies the matrix (r^2 c).
+    ``method`` counts another form of the iteration, see ``multiply_adds`` in ``ns_schedule``.
     """
+    schedule = [QUINTIC] * num_ns_steps
 
     def cost(layout: ParameterLayout) -> int:
-        short, long = sorted(matrix_view(layout.full_shape))
-        return num_ns_steps * (2 * short * short * long + short**3)
+        shape = matrix_view(layout.full_shape)
+        gram = uses_gram(method, shape, itemsize=4)
+        return multiply_adds(shape, schedule, gram=gram)
 
     return cost
 

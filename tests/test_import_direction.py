@@ -36,7 +36,7 @@ LAYERS = [
         "placements.api",
     ],
     ["placements"],
-    ["dtensor_owner.usage", "dtensor_owner.nested"],
+    ["dtensor_owner.usage", "dtensor_owner.nested", "dtensor_owner.ns_schedule"],
     [
         "dtensor_owner.mesh_ranges",
         "dtensor_owner.packing",
@@ -83,7 +83,7 @@ LAYERS = [
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}
 
 # Modules that need nothing but the standard library.
-STANDARD_LIBRARY_ONLY = {"placements.geometry"}
+STANDARD_LIBRARY_ONLY = {"placements.geometry", "dtensor_owner.ns_schedule"}
 
 # Private torch names, by the module that may use them; an empty prefix allows all.
 PRIVATE_TORCH = {

@@ -137,6 +137,8 @@ def falling(step):
         {"momentum": 0.0, "weight_decay": 0.0},
         {"momentum": 0.3, "weight_decay": 5.0},
         {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5)},
+        {"ns_method": "gram"},
+        {"ns_method": "plain"},
     ],
 )
 def test_options_and_schedules(options):
@@ -144,6 +146,7 @@ def test_options_and_schedules(options):
     results = run_ranks(
         3, train, "mixed", steps=3, schedule=falling, ns_dtype=torch.float32, **options
     )
+    options.pop("ns_method", None)
     check_same(results, reference(SHAPES, 3, schedule=falling, **options))
 
 

@@ -39,6 +39,8 @@ _WIRE_DTYPES = frozenset(
     }
 )
 
+_ALIGNED_BYTES = 64  # what follows so many bytes is aligned as a tensor of its own would be
+
 
 @dataclass(frozen=True)
 class DimGroup:
@@ -170,6 +172,32 @@ def exchange_flat_async(
     send: Tensor, send_numels: Sequence[int], recv_numels: Sequence[int], group: DimGroup
 ) -> Pending:
     """As ``exchange_flat``, but returns before the data has arrived."""
+    raw, slices = _start_exchange(send, send_numels, recv_numels, group)
+    total = sum(recv_numels)
+
+    def finish(received: Tensor) -> Tensor:
+        if group.in_order and received.numel() * received.itemsize == total * send.itemsize:
+            return received.view(send.dtype)
+        found = [part for part in slices(received) if part.numel()]
+        if len(found) == 1:
+            return found[0]
+        return torch.cat(found) if found else send.new_empty(0)
+
+    return Pending(raw, finish)
+
+
+def exchange_slices(
+    send: Tensor, send_numels: Sequence[int], recv_numels: Sequence[int], group: DimGroup
+) -> list[Tensor]:
+    """As ``exchange_flat``, but returns the received slices one by one, by coordinate."""
+    raw, slices = _start_exchange(send, send_numels, recv_numels, group)
+    return slices(_ops.wait_tensor(raw))
+
+
+def _start_exchange(
+    send: Tensor, send_numels: Sequence[int], recv_numels: Sequence[int], group: DimGroup
+) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    """Issue an exchange; returns what to wait for, and what finds the slices in it."""
     assert send.dim() == 1 and send.numel() == sum(send_numels), (send.shape, send_numels)
     assert len(send_numels) == len(recv_numels) == group.size
     dtype = send.dtype
@@ -181,26 +209,21 @@ def exchange_flat_async(
         wire, send_sizes = _by_group_rank(wire, send_sizes, group.order)
         recv_sizes = _sizes_by_group_rank(recv_sizes, group.order)
 
-    # The fake process group refuses an empty input; one element that goes to nobody but
-    # this rank itself costs nothing and keeps the call the same everywhere.
-    lone = sum(send_sizes) == 0
-    this = group.order[group.coordinate]
-    extra = [int(lone and rank == this) for rank in range(group.size)]
-    if lone:
-        wire, send_sizes = torch.zeros(1, dtype=wire.dtype, device=wire.device), extra
+    # The fake process group refuses an empty input; a few elements that go to nobody but this
+    # rank itself cost nothing and keep the call the same everywhere.
+    extra = [0] * group.size
+    if sum(send_sizes) == 0:
+        this = group.order[group.coordinate]
+        extra[this] = _ALIGNED_BYTES // wire.itemsize
+        wire, send_sizes = torch.zeros(extra[this], dtype=wire.dtype, device=wire.device), extra
     recv_and_extra = [size + more for size, more in zip(recv_sizes, extra, strict=True)]
     raw = _ops.all_to_all_single(wire, recv_and_extra, send_sizes, group.name)
-    starts = _split_at(recv_sizes)
+    starts = _split_at(recv_and_extra)
 
-    def finish(received: Tensor) -> Tensor:
-        if lone:
-            at = starts[this] + recv_sizes[this]
-            received = torch.cat([received[:at], received[at + 1 :]])
-        if not group.in_order:
-            received = torch.cat([received[starts[g] : starts[g + 1]] for g in group.order])
-        return received.view(dtype)
+    def slices(received: Tensor) -> list[Tensor]:
+        return [received[starts[g] : starts[g] + recv_sizes[g]].view(dtype) for g in group.order]
 
-    return Pending(raw, finish)
+    return raw, slices
 
 
 def _sizes_by_group_rank(sizes: list[int], order: tuple[int, ...]) -> list[int]:
@@ -261,7 +284,7 @@ def all_gather_rows_async(
     row_shape = local.shape[1:]
     staging = local.contiguous()
     if local.shape[0] != staging_rows:
-        staging = local.new_zeros((staging_rows, *row_shape))
+        staging = local.new_empty((staging_rows, *row_shape))  # its padding is never read
         staging[: local.shape[0]].copy_(local)
     dtype = local.dtype
     raw = _ops.all_gather_into_tensor(_to_wire(staging), group.size, group.name)
@@ -291,8 +314,8 @@ def _all_gather_uneven(local: Tensor, counts: tuple[int, ...], group: DimGroup) 
     parts = full.split(list(counts))
     parts[group.coordinate].copy_(local.detach())
     roots = [(part, root) for part, root in zip(parts, group.order, strict=True) if part.shape[0]]
-    if torch.compiler.is_compiling() or type(local) not in (Tensor, Parameter):
-        # In-place collectives cannot be traced: each part is a tensor of its own there.
+    if not _runs_in_place(local):
+        # Each part is a tensor of its own there.
         raws = [_ops.broadcast(_to_wire(part), root, group.name) for part, root in roots]
         return Pending(raws, lambda arrived: torch.cat([x.view(local.dtype) for x in arrived]))
     raws = [_ops.broadcast_(_to_wire(part), root, group.name) for part, root in roots]
@@ -400,9 +423,23 @@ def broadcast(tensor: Tensor, root: int, group: DimGroup) -> Tensor:
     """
     if group.size == 1 or tensor.numel() == 0:
         return tensor.clone()
-    wire = _to_wire(tensor.contiguous())
-    raw = _ops.broadcast(wire, group.order[root], group.name)
-    return _ops.wait_tensor(raw).view(tensor.dtype).view(tensor.shape)
+    contiguous = tensor.detach().contiguous() if _runs_in_place(tensor) else tensor.contiguous()
+    wire, group_root = _to_wire(contiguous), group.order[root]
+    if not _runs_in_place(tensor):
+        result = _ops.wait_tensor(_ops.broadcast(wire, group_root, group.name))
+    elif group.coordinate == root:
+        sent = _ops.broadcast_(wire, group_root, group.name)  # writes nothing here
+        result = wire.clone()  # while it is sent
+        _ops.wait_tensor(sent)
+    else:
+        result = torch.empty_like(wire)
+        result = _ops.wait_tensor(_ops.broadcast_(result, group_root, group.name))
+    return result.view(tensor.dtype).view(tensor.shape)
+
+
+def _runs_in_place(tensor: Tensor) -> bool:
+    """Whether in-place collectives may be used: they cannot be traced."""
+    return not torch.compiler.is_compiling() and type(tensor) in (Tensor, Parameter)
 
 
 _REDUCE_STACK: dict[str, Callable[[Tensor], Tensor]] = {

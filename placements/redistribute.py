@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from placements.collectives import (
     as_bytes,
     broadcast,
     exchange_flat,
+    exchange_slices,
     reduce_scatter_rows,
 )
 from placements.geometry import chunk_counts
@@ -112,12 +114,22 @@ def redistribute_locals(
 def _check_local(local: Tensor, plan: Plan, mesh: DeviceMesh) -> None:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    expected = box_shape(local_box(plan.shape, tuple(mesh.shape), plan.source, coordinate))
+    expected = _held_shape(plan.shape, tuple(mesh.shape), plan.source, tuple(coordinate))
     if tuple(local.shape) != expected:
         raise ValueError(
             f"The local tensor has shape {tuple(local.shape)}, but {plan.source} of a tensor of "
             f"shape {plan.shape} gives mesh coordinate {tuple(coordinate)} shape {expected}."
         )
+
+
+@lru_cache(maxsize=4096)
+def _held_shape(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    coordinate: tuple[int, ...],
+) -> tuple[int, ...]:
+    return box_shape(local_box(shape, mesh_shape, placements, coordinate))
 
 
 # ------------------------------------------------------------------------------ steps
@@ -231,13 +243,16 @@ def _exchange(locals_: list[Tensor], steps: list[Step], group: DimGroup) -> list
             if peer != me:
                 recv_numels[peer] += sum(box_numel(t.box) for t in step.between(peer, me)) * unit
     dtype = torch.uint8 if mixed else locals_[0].dtype
-    flat = torch.cat(send) if send else torch.empty(0, dtype=dtype, device=locals_[0].device)
-    received = exchange_flat(flat, send_numels, recv_numels, group)
+    if len(send) == 1:
+        flat = send[0]
+    else:
+        flat = torch.cat(send) if send else locals_[0].new_empty(0, dtype=dtype)
+    received = exchange_slices(flat, send_numels, recv_numels, group)
     return _unpack(received, recv_numels, locals_, steps, group, mixed)
 
 
 def _unpack(
-    received: Tensor,
+    received: list[Tensor],
     recv_numels: list[int],
     locals_: list[Tensor],
     steps: list[Step],
@@ -246,8 +261,9 @@ def _unpack(
 ) -> list[Tensor]:
     me = group.coordinate
     pieces: list[list[tuple[Box, Tensor]]] = [[] for _ in steps]
-    position = 0
+    total = sum(recv_numels)
     for peer in range(group.size):
+        position = 0
         for found, local, step in zip(pieces, locals_, steps, strict=True):
             for transfer in step.between(peer, me):
                 if peer == me:
@@ -255,9 +271,9 @@ def _unpack(
                     is_shared = True
                 else:
                     numel = box_numel(transfer.box) * (local.dtype.itemsize if mixed else 1)
-                    piece = received[position : position + numel]
+                    piece = received[peer][position : position + numel]
                     position += numel
-                    is_shared = numel < received.numel()
+                    is_shared = numel < total
                     if mixed:  # a fresh tensor is aligned for any dtype
                         piece, is_shared = piece.clone().view(local.dtype), False
                     piece = piece.view(box_shape(transfer.box))
@@ -265,7 +281,7 @@ def _unpack(
                     # Alone in its result, it would be a view of the input or of other results.
                     piece = piece.clone(memory_format=torch.contiguous_format)
                 found.append((transfer.box, piece))
-    assert position == sum(recv_numels)
+        assert position == recv_numels[peer]
     return [
         _join(step.target_boxes[me], found, local)
         for step, found, local in zip(steps, pieces, locals_, strict=True)

@@ -26,6 +26,7 @@ from dtensor_owner.managed_parameters import (
 )
 from dtensor_owner.module_state import ModuleState, after_forward, before_forward
 from dtensor_owner.mxfp8 import BLOCK
+from dtensor_owner.mxfp8_products import use_block_scaled_products
 from dtensor_owner.mxfp8_weights import MXFP8Policy
 from dtensor_owner.parameter_group import ManagedParameter, ParameterGroup
 from dtensor_owner.whole_tensors import WholeTensors
@@ -142,6 +143,11 @@ def fully_shard(
         not_quantized=not_quantized,
     )
     mark_as_sharded(managed, module)
+    if mxfp8 is not None and mxfp8.block_scaled(mesh.device_type):
+        quantized = [m for m in managed if m.name not in not_quantized]
+        for owner, name in [owner for m in quantized for owner in m.owners]:
+            if name == "weight":
+                use_block_scaled_products(owner)
     cls = type(module)
     module.__class__ = type(
         f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__}

@@ -10,12 +10,10 @@ from typing import Any
 from dtensor_owner.layout import GlobalLayout
 from dtensor_owner.mxfp8 import BLOCK
 from dtensor_owner.mxfp8_layout import MXFP8Layout
+from dtensor_owner.mxfp8_products import TILE_BLOCKS, TILE_ROWS
 from dtensor_owner.tables import table
 
 BF16_BYTES = 2
-# Block-scaled matrix kernels read scales in tiles of 128 rows by 4 blocks, and so pad them.
-# Source: cuBLAS documentation, "1D block scaling factors layout".
-TILE_ROWS, TILE_BLOCKS = 128, 4
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ LAYERS = [
     ],
     ["dtensor_owner.owner_work", "dtensor_owner.owner_balance", "dtensor_owner.owners"],
     ["dtensor_owner.newton_schulz", "dtensor_owner.mxfp8", "dtensor_owner.mxfp8_layout"],
+    ["dtensor_owner.mxfp8_products"],
     ["dtensor_owner.buffer", "dtensor_owner.quantized_buffer", "dtensor_owner.mxfp8_weights"],
     ["dtensor_owner.exchange"],
     [

@@ -42,11 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Shards without padding, and a Muon whose matrices have one owner each.",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands: dict[str, argparse.ArgumentParser] = {}
     for name, (module, help_line) in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=help_line, description=_sentence(help_line))
+        subparser = commands[name] = subparsers.add_parser(
+            name, help=help_line, description=_sentence(help_line)
+        )
         if arguments[:1] == [name]:  # the other commands' modules are not even imported
             importlib.import_module(module).add_arguments(subparser)
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return importlib.import_module(COMMANDS[args.command][0]).run(args)
     except UsageError as error:

@@ -51,7 +51,7 @@ def test_wrong_values_end_in_one_line(options, message, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     error = _fail(["train", *options.split()], capsys)
     assert error.count("\n") == 1
-    assert error.startswith("dtensor-owner")
+    assert error.startswith("dtensor-owner train: error: ")
     assert message in error
 
 

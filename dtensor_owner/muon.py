@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
+from dtensor_owner.muon_adamw import ADAMW_DEFAULTS, adamw_step
+from dtensor_owner.muon_agree import agree_on_parameters, options_code, tell_others
 from dtensor_owner.muon_compile import compile_step
 from dtensor_owner.muon_gradients import agree_on_gradients
 from dtensor_owner.muon_matrices import matrices_of
@@ -18,25 +19,14 @@ from dtensor_owner.muon_prepare import (
     ADAMW,
     MUON,
     Prepared,
+    fault_of_parameters,
     local_grad,
     local_of,
     prepare,
     settings_of,
-    tell_others,
 )
 from dtensor_owner.muon_step import BucketWork, EagerStages, Numbers, Shards, run_step
 from dtensor_owner.ns_schedule import QUINTIC, Coefficients, Method
-
-ADAMW_DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 1e-2,
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "fused": None,
-}
 
 _MAX_COMPILED_KINDS = 4
 
@@ -136,25 +126,24 @@ class Muon(torch.optim.Optimizer):
         self._nonfinite = nonfinite
         self._backend = backend if compile else None
         self._prepared: Prepared | None = None
+        self._agreed = False  # whether all ranks have planned that, and nothing was added since
         # Compiled steps, with what they were compiled for, by its identity.
         self._compiled: dict[int, tuple[list[BucketWork], Callable[..., None]]] = {}
-        self._built = False
+        params = params if isinstance(params, (Tensor, set, frozenset)) else _listed(params)
+        try:
+            self._check_options(params)
+            super().__init__(params, defaults)
+        except Exception as fault:
+            tell_others(fault, params)
+            raise
+        self._prepare()
+
+    def _check_options(self, params: Any) -> None:
         if isinstance(params, (Tensor, set, frozenset)):
             raise TypeError(
                 f"params must be a list of parameters or groups, got a {type(params).__name__}: "
                 "their order has to be the same on every rank."
             )
-        params = [_listed(item) for item in params]
-        try:
-            self._check_options()
-            super().__init__(params, defaults)
-        except (ValueError, TypeError, NotImplementedError) as fault:
-            tell_others(fault, params)
-            raise
-        self._built = True
-        self._prepare()
-
-    def _check_options(self) -> None:
         if self._owners not in ("holders", "any"):
             raise ValueError(f'owners must be "holders" or "any", got {self._owners!r}.')
         if self._nonfinite not in ("raise", "skip", "propagate"):
@@ -172,7 +161,10 @@ class Muon(torch.optim.Optimizer):
     # ------------------------------------------------------------------ groups and state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; every rank adds the same one. See the class for what groups may say."""
+        """Add a group; every rank adds the same one. See the class for what groups may say.
+
+        Ranks compare their groups in the next step.
+        """
         algorithm = param_group.get("algorithm", MUON)
         if algorithm not in (MUON, ADAMW):
             raise ValueError(f'algorithm must be "muon" or "adamw", got {algorithm!r}.')
@@ -191,9 +183,7 @@ class Muon(torch.optim.Optimizer):
             raise
         for param in group["params"]:
             self._init_state(param, group)
-        self._prepared = None
-        if self._built:  # the constructor adds its groups one by one and prepares once
-            self._prepare()
+        self._agreed = False
 
     def _check_group(self, group: dict[str, Any]) -> None:
         number = len(self.param_groups) - 1
@@ -238,7 +228,7 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._prepared, self._compiled, self._built = None, {}, True
+        self._prepared, self._compiled, self._agreed = None, {}, False
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups, as of every optimizer; a group tells the name of its ``ns_dtype``,
@@ -253,6 +243,8 @@ class Muon(torch.optim.Optimizer):
         """Load state; a parameter that the state knows nothing of starts from zeros."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
+            for key in group.keys() - {"params", "param_names"}:
+                group[key] = _tuples(group[key])  # a gathered state dict has lists instead
             if isinstance(group.get("ns_dtype"), str):
                 group["ns_dtype"] = getattr(torch, group["ns_dtype"])
             defaults = self._adamw_defaults if group.get("algorithm") == ADAMW else self.defaults
@@ -260,7 +252,7 @@ class Muon(torch.optim.Optimizer):
                 group.setdefault(key, value)
             for param in group["params"]:
                 self._init_state(param, group)
-        self._prepared = None
+        self._agreed = False
 
     # ----------------------------------------------------------------------------- plans
 
@@ -270,7 +262,8 @@ class Muon(torch.optim.Optimizer):
 
         ``print(*optimizer.plans)`` shows owners, bytes and loads.
         """
-        return tuple((self._prepared or self._prepare()).plans.values())
+        prepared = self._prepared if self._prepared and self._agreed else self._plan()
+        return tuple(prepared.plans.values())
 
     @property
     def bytes_per_step(self) -> int:
@@ -280,18 +273,25 @@ class Muon(torch.optim.Optimizer):
     def _settings(self) -> list[Settings | None]:
         return [settings_of(g) if g["algorithm"] == MUON else None for g in self.param_groups]
 
+    def _options(self) -> dict[str, Any]:
+        return {
+            "owners": self._owners,
+            "bucket_numel": self._bucket_numel,
+            "nonfinite": self._nonfinite,
+            "compile": self._backend,
+        }
+
+    def _plan(self) -> Prepared:
+        return prepare(self.param_groups, eligible=self._owners, bucket_numel=self._bucket_numel)
+
     def _prepare(self) -> Prepared:
-        """Plan; every rank does this together."""
+        """Compare what there is and plan; every rank does this together."""
+        fault = fault_of_parameters(self.param_groups)
+        agree_on_parameters(self.param_groups, self._options(), fault)
         for group in self.param_groups:
             for param in group["params"]:
                 self._init_state(param, group)
-        self._compiled = {}
-        self._prepared = prepare(
-            self.param_groups,
-            eligible=self._owners,
-            bucket_numel=self._bucket_numel,
-            nonfinite=self._nonfinite,
-        )
+        self._prepared, self._compiled, self._agreed = self._plan(), {}, True
         return self._prepared
 
     # ------------------------------------------------------------------------------ step
@@ -309,9 +309,13 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         check_finite = self._nonfinite != "propagate"
-        prepared = self._prepared or self._prepare()
-        stale = not prepared.is_current(self._settings())
-        gradients = agree_on_gradients(prepared.members, check_finite=check_finite, stale=stale)
+        prepared = self._prepared = self._prepared or self._plan()
+        gradients = agree_on_gradients(
+            prepared.members,
+            check_finite=check_finite,
+            stale=self._is_stale(prepared),
+            options=options_code(self.param_groups, self._options()),
+        )
         if gradients.stale:
             prepared = self._prepare()
             gradients = agree_on_gradients(prepared.members, check_finite=check_finite)
@@ -328,17 +332,31 @@ class Muon(torch.optim.Optimizer):
                 "replaced after the optimizer was built, build the optimizer anew.",
                 stacklevel=2,
             )
-        self._muon_step(prepared, gradients.present)
-        self._adamw_step(prepared, gradients.present)
+        # Gradients placed otherwise are moved before anything changes: that may be refused.
+        grads = {
+            index: local_grad(member)
+            for index, member in enumerate(prepared.members)
+            if gradients.present[index]
+        }
+        self._muon_step(prepared, gradients.present, grads)
+        self._adamw_step(prepared, gradients.present, grads)
         return loss
 
-    def _muon_step(self, prepared: Prepared, present: tuple[bool, ...]) -> None:
+    def _is_stale(self, prepared: Prepared) -> bool:
+        try:
+            return not (self._agreed and prepared.is_current(self._settings()))
+        except Exception:  # an option that cannot be used: said to all ranks when they compare
+            return True
+
+    def _muon_step(
+        self, prepared: Prepared, present: tuple[bool, ...], grads: Mapping[int, Tensor]
+    ) -> None:
         works = prepared.works(present)
         locals_of: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for index, member in enumerate(prepared.members):
             if member.algorithm == MUON and present[index]:
                 buffer = self.state[member.param]["momentum_buffer"]
-                locals_of[index] = (local_of(member.param), local_grad(member), local_of(buffer))
+                locals_of[index] = (local_of(member.param), grads[index], local_of(buffer))
         shards = [_shards(work, locals_of) for work in works]
         numbers = [self._numbers(work) for work in works]
         compiled = self._compiled_step(works)
@@ -366,47 +384,33 @@ class Muon(torch.optim.Optimizer):
         lr = float(group["lr"])
         return Numbers(lr, 1 - lr * group["weight_decay"], float(group["momentum"]))
 
-    def _adamw_step(self, prepared: Prepared, present: tuple[bool, ...]) -> None:
+    def _adamw_step(
+        self, prepared: Prepared, present: tuple[bool, ...], grads: Mapping[int, Tensor]
+    ) -> None:
         for number, group in enumerate(self.param_groups):
-            if group["algorithm"] != ADAMW:
-                continue
-            members = [
-                member
-                for member, there in zip(prepared.members, present)
-                if there and member.group == number
+            chosen = [
+                index
+                for index, member in enumerate(prepared.members)
+                if present[index] and member.group == number
             ]
-            states = [self.state[member.param] for member in members]
-            if not members:
-                continue
-
-            def local(key: str, states: list[Any] = states) -> list[Tensor]:
-                return [local_of(state[key]) for state in states]
-
-            adamw(
-                [local_of(member.param) for member in members],
-                [local_grad(member) for member in members],
-                local("exp_avg"),
-                local("exp_avg_sq"),
-                local("max_exp_avg_sq") if group["amsgrad"] else [],
-                [state["step"] for state in states],
-                foreach=group["foreach"],
-                fused=group["fused"],
-                has_complex=any(member.param.is_complex() for member in members),
-                amsgrad=group["amsgrad"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=float(group["lr"]),
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=group["maximize"],
-            )
+            if group["algorithm"] == ADAMW and chosen:
+                params = [prepared.members[index].param for index in chosen]
+                states = [self.state[param] for param in params]
+                adamw_step(group, params, [grads[index] for index in chosen], states)
 
 
-def _listed(item: Any) -> Any:
-    """A parameter or group as given, its parameters in a list that can be read twice."""
-    if not isinstance(item, dict) or isinstance(item["params"], Tensor):
-        return item
-    return {**item, "params": list(item["params"])}
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _listed(params: Iterable[Any]) -> list[Any]:
+    """Parameters or groups as given, in lists that can be read twice."""
+    return [
+        {**item, "params": list(item["params"])}
+        if isinstance(item, dict) and not isinstance(item.get("params"), (Tensor, set, type(None)))
+        else item
+        for item in params
+    ]
 
 
 def _shards(work: BucketWork, locals_of: Mapping[int, tuple[Tensor, Tensor, Tensor]]) -> Shards:

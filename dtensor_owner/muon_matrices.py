@@ -5,10 +5,11 @@ Read once from shapes, placements and meshes; from then on everything is integer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,22 @@ def domain_of(param: Tensor) -> Domain:
     """The ranks that share ``param``."""
     if not isinstance(param, DTensor):
         return ALONE
-    return _mesh_domain(param.device_mesh, dist.group.WORLD)
+    return domain_of_mesh(param.device_mesh)
+
+
+def domain_of_mesh(mesh: DeviceMesh) -> Domain:
+    """The ranks of a mesh; the first call may make a group of them, with all of them."""
+    return _mesh_domain(mesh, dist.group.WORLD)
+
+
+def ordered_meshes(params: Iterable[Any]) -> list[DeviceMesh]:
+    """The meshes of the parameters in an order that all ranks share, the widest first."""
+
+    def key(mesh: DeviceMesh) -> tuple[Any, ...]:
+        ranks = mesh.mesh.flatten().tolist()
+        return -len(ranks), ranks, tuple(mesh.shape), mesh.mesh_dim_names or ()
+
+    return sorted(dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor)), key=key)
 
 
 @lru_cache(maxsize=64)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,14 +10,25 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtensor_owner.exchange import agree
-from dtensor_owner.muon_matrices import Domain, Matrix, domain_of, matrices_of, rank_boxes
+from dtensor_owner.muon_matrices import (
+    Domain,
+    Matrix,
+    domain_of,
+    domain_of_mesh,
+    matrices_of,
+    ordered_meshes,
+    rank_boxes,
+)
 from dtensor_owner.muon_plan import Settings, StepPlan, plan_step
 from dtensor_owner.muon_program import rank_program
 from dtensor_owner.muon_step import BucketWork
 from dtensor_owner.ns_schedule import as_schedule, check_method
 
 MUON, ADAMW = "muon", "adamw"
+MUON_OPTIONS = (
+    *("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn", "matrices", "split_rows"),
+    *("eps", "ns_coefficients", "ns_steps", "ns_dtype", "ns_method"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +62,17 @@ def members_of(groups: Sequence[Mapping[str, Any]]) -> list[Member]:
     """All parameters of the groups, in order."""
     members = []
     for number, group in enumerate(groups):
-        names = group.get("param_names")
         for position, param in enumerate(group["params"]):
-            name = names[position] if names else f"parameter {position} of group {number}"
-            members.append(
-                Member(
-                    param, name, number, group["algorithm"], domain_of(param), signature_of(param)
-                )
-            )
+            name = name_of(group, number, position)
+            domain, signature = domain_of(param), signature_of(param)
+            members.append(Member(param, name, number, group["algorithm"], domain, signature))
     return members
+
+
+def name_of(group: Mapping[str, Any], number: int, position: int) -> str:
+    """What messages call a parameter."""
+    names = group.get("param_names")
+    return names[position] if names else f"parameter {position} of group {number}"
 
 
 def settings_of(group: Mapping[str, Any]) -> Settings:
@@ -70,10 +82,9 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
             'adjust_lr_fn must be None, "original" or "match_rms_adamw", got '
             f"{group['adjust_lr_fn']!r}."
         )
-    if not group["ns_dtype"].is_floating_point or group["ns_dtype"].itemsize < 2:
-        raise ValueError(
-            f"ns_dtype must be float16, bfloat16, float32 or float64, got {group['ns_dtype']}."
-        )
+    dtype = group["ns_dtype"]
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"ns_dtype must be float16, bfloat16, float32 or float64, got {dtype}.")
     return Settings(
         as_schedule(group["ns_coefficients"], group["ns_steps"]),
         float(group["eps"]),
@@ -163,23 +174,19 @@ def prepare(
     *,
     eligible: Literal["holders", "any"],
     bucket_numel: int,
-    nonfinite: str,
 ) -> Prepared:
-    """Plan the step of all groups, and check that all ranks of each domain plan the same.
-
-    Raises:
-        ValueError: On every rank: ranks have different parameters, in number, order, shape,
-            dtype, placement or group, or two parameters share their memory.
-    """
+    """Plan the step of all groups, by what all ranks of each domain have agreed on."""
     members = members_of(groups)
     settings = [settings_of(g) if g["algorithm"] == MUON else None for g in groups]
-    by_domain: dict[Domain, list[Matrix]] = {}
+    # Ranks take the exchanges of several meshes in one order, whatever that of the parameters.
+    meshes = ordered_meshes(member.param for member in members)
+    by_domain: dict[Domain, list[Matrix]] = {domain_of_mesh(mesh): [] for mesh in meshes}
     for matrix in group_matrices(members, groups):
         by_domain.setdefault(members[matrix.param].domain, []).append(matrix)
-    options = f"owners={eligible!r}, bucket_numel={bucket_numel}, nonfinite={nonfinite!r}"
-    _check_agreement(members, groups, options)
     plans = {}
     for domain, matrices in by_domain.items():
+        if not matrices:
+            continue
         owners = [members[matrix.param] for matrix in matrices]
         plans[domain] = plan_step(
             matrices,
@@ -194,64 +201,21 @@ def prepare(
     return Prepared(members, settings, plans)
 
 
-def _check_agreement(
-    members: Sequence[Member], groups: Sequence[Mapping[str, Any]], options: str
-) -> None:
-    fault = _shared_memory(members)
-    texts = [*(_group_text(number, group) for number, group in enumerate(groups)), options]
-    domains = dict.fromkeys(member.domain for member in members)
-    for domain in domains:
-        if domain.process_group is not None:
-            lines = [_member_text(member) for member in members if member.domain == domain]
-            agree([*lines, *texts], domain.process_group, _WHAT, error=fault)
-    if fault:
-        raise ValueError(fault)
-
-
-_WHAT = "the optimizer's parameters"
-
-
-def tell_others(fault: Exception, params: Iterable[Any]) -> None:
-    """Let the ranks that wait in ``prepare`` know that this one will not get there."""
-    for item in params:
-        for param in item["params"] if isinstance(item, dict) else [item]:
-            tensor = param[1] if isinstance(param, tuple) else param
-            if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
-                process_group = domain_of(tensor).process_group
-                if process_group is not None:
-                    with suppress(ValueError):  # what it raises is what the caller raises
-                        agree([], process_group, _WHAT, error=str(fault))
-                    return
-
-
-def _member_text(member: Member) -> str:
-    param = member.param
-    placed = f" {param.placements}" if isinstance(param, DTensor) else ""
-    return f"{member.name}: {tuple(param.shape)} {param.dtype}{placed} in group {member.group}"
-
-
-def _group_text(number: int, group: Mapping[str, Any]) -> str:
-    options = {
-        key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
-    return f"group {number}: {options}"
-
-
-def _shared_memory(members: Sequence[Member]) -> str | None:
+def fault_of_parameters(groups: Sequence[Mapping[str, Any]]) -> str | None:
     """Two parameters that start at the same address, in words; they would be updated twice."""
     seen: dict[tuple[Any, ...], str] = {}
-    for member in members:
-        local = local_of(member.param)
-        if local.numel() and not local.is_meta:
-            key = (local.device, local.data_ptr())
-            if key in seen:
-                return (
-                    f"{seen[key]} and {member.name} share their memory: give a tied parameter to "
-                    "the optimizer once."
-                )
-            seen[key] = member.name
+    for number, group in enumerate(groups):
+        for position, param in enumerate(group["params"]):
+            name = name_of(group, number, position)
+            local = local_of(param)
+            if local.numel() and not local.is_meta:
+                key = (local.device, local.data_ptr())
+                if key in seen:
+                    return (
+                        f"{seen[key]} and {name} share their memory: give a tied parameter to "
+                        "the optimizer once."
+                    )
+                seen[key] = name
     return None
 
 
@@ -277,6 +241,12 @@ def fault_of(member: Member) -> str | None:
         return None
     if grad.layout is not torch.strided:
         return f"The gradient of {member.name} is sparse ({grad.layout}): give a dense one."
+    here, there = (x.device_mesh if isinstance(x, DTensor) else None for x in (param, grad))
+    if here != there or grad.shape != param.shape:
+        return (
+            f"The gradient of {member.name} has shape {tuple(grad.shape)} on {there or 'no mesh'}, "
+            f"the parameter {tuple(param.shape)} on {here or 'no mesh'}: give one of the same kind."
+        )
     wide = torch.promote_types(grad.dtype, param.dtype)
     if member.algorithm == MUON and wide != param.dtype:
         return (
@@ -284,6 +254,22 @@ def fault_of(member: Member) -> str | None:
             f"momentum would lose precision. Keep the parameter in {wide}."
         )
     return None
+
+
+def describe_gradient(member: Member) -> str:
+    """A gradient as far as the exchange that brings it to its parameter's placement depends on it.
+
+    Ranks whose descriptions differ would enter different collectives.
+    """
+    param, grad = member.param, member.param.grad
+    if grad is None:
+        return NO_GRADIENT
+    if not (isinstance(param, DTensor) and isinstance(grad, DTensor)) or same_bytes(grad, param):
+        return PLACED_ALIKE
+    return f"a {grad.dtype} gradient placed {grad.placements}"
+
+
+NO_GRADIENT, PLACED_ALIKE = "no gradient", "a gradient placed as the parameter is"
 
 
 def local_grad(member: Member) -> Tensor:

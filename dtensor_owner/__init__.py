@@ -11,6 +11,7 @@ from dtensor_owner.layout import (
     build_whole_tensor_layout,
 )
 from dtensor_owner.muon import Muon
+from dtensor_owner.muon_groups import MuonParamGroups, muon_param_groups
 from dtensor_owner.mxfp8 import MXFP8Tensor
 from dtensor_owner.mxfp8_weights import MXFP8Policy
 from dtensor_owner.newton_schulz import newton_schulz
@@ -55,6 +56,8 @@ __all__ = [
     "fully_shard",
     "GroupOwnerLayout",
     "Muon",
+    "MuonParamGroups",
+    "muon_param_groups",
     "OwnerGatherPlan",
     "OwnerPlan",
     "OwnerScatterPlan",

@@ -73,6 +73,7 @@ LAYERS = [
     ["dtensor_owner.checkpoint_plan"],
     ["dtensor_owner.checkpoint"],
     ["dtensor_owner.tables", "dtensor_owner.mxfp8_report"],
+    ["dtensor_owner.muon_groups"],
     ["dtensor_owner.report"],
     ["dtensor_owner"],
     ["dtensor_owner.train.config"],

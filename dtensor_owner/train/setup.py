@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_owner.fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from dtensor_owner.layout import ShardLayout
 from dtensor_owner.muon import Muon
+from dtensor_owner.muon_groups import muon_param_groups
 from dtensor_owner.mxfp8_report import MXFP8GroupReport
 from dtensor_owner.mxfp8_weights import MXFP8Policy
 from dtensor_owner.report import GroupReport, PlanReport, matrix_reports
@@ -55,17 +56,12 @@ def parameter_groups(model: nn.Module, config: TrainConfig) -> tuple[list[Named]
     output layer that is tied to one, and 1-D parameters are AdamW's. With ``--optimizer adamw``
     everything is AdamW's.
     """
-    embeddings = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
+    if config.optimizer != "muon":
+        return [], list(model.named_parameters())
     matrices: list[Named] = []
     rest: list[Named] = []
-    for name, parameter in model.named_parameters():
-        is_matrix = parameter.ndim == 2 and id(parameter) not in embeddings
-        (matrices if is_matrix and config.optimizer == "muon" else rest).append((name, parameter))
+    for group in muon_param_groups(model):
+        (matrices if group["algorithm"] == "muon" else rest).extend(group["params"])
     return matrices, rest
 
 

@@ -1,0 +1,186 @@
+"""Which parameters of a model are Muon's, and which AdamW's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from dtensor_owner.tables import table
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+# What heads are called that do not map onto an embedding's vocabulary.
+_HEADS = frozenset({"lm_head", "head", "embed_out", "unembed", "unembedding", "classifier"})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One parameter's way.
+
+    Args:
+        name: Its first name.
+        shape: Its whole shape.
+        algorithm: ``"muon"``, ``"adamw"`` or ``"none"``.
+        why: Why.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    algorithm: str
+    why: str
+
+
+class MuonParamGroups(list[dict[str, Any]]):
+    """Parameter groups for ``Muon``; printed, a table of what each parameter is and why.
+
+    Attributes:
+        choices: One per parameter, in the model's order.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], choices: Sequence[Choice]) -> None:
+        super().__init__(groups)
+        self.choices = tuple(choices)
+
+    def __str__(self) -> str:
+        rows = [("parameter", "shape", "by", "why")]
+        for choice in self.choices:
+            shape = " x ".join(map(str, choice.shape)) or "scalar"
+            rows.append((choice.name, shape, choice.algorithm, choice.why))
+        return "\n".join(table(rows, left=4))
+
+
+def muon_param_groups(
+    model: nn.Module,
+    *,
+    adamw_names: Sequence[str] = (),
+    muon_names: Sequence[str] = (),
+    stacks: bool = True,
+    convolutions: bool = False,
+    split_rows: Mapping[str, Sequence[int]] | None = None,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+) -> MuonParamGroups:
+    """Route a model's parameters: matrices to Muon, the rest to AdamW.
+
+    AdamW gets what has fewer than two dims, weights of embeddings, heads (a linear layer onto as
+    many outputs as some embedding has entries, or one called ``lm_head``, ``head``, ...), and
+    parameters that have several names (tied ones). Shapes are those of the whole parameters, before
+    or after sharding. Frozen parameters are in no group.
+
+    Args:
+        model: The model, sharded or not.
+        adamw_names: Patterns (``*`` matches anything) of parameter names that AdamW takes.
+        muon_names: The same for Muon; they win over all rules but the number of dims.
+        stacks: Whether Muon takes 3-D parameters, as stacks of matrices (experts).
+        convolutions: Whether Muon takes convolution weights, as ``(shape[0], rest)``.
+        split_rows: By pattern of names, rows of several matrices that are fused along dim 0.
+        muon, adamw: Options of the groups.
+
+    Returns:
+        Groups for ``Muon(groups, ...)`` with named parameters; ``print`` shows the table.
+
+    Raises:
+        ValueError: Nothing is left for Muon, or a pattern matches no parameter.
+    """
+    names: dict[int, list[str]] = {}
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            params[id(param)] = param
+            names.setdefault(id(param), []).append(f"{path}.{name}" if path else name)
+            owners.setdefault(id(param), []).append((path, module))
+    split_rows = split_rows or {}
+    _check_patterns(
+        [*adamw_names, *muon_names, *split_rows], [n for x in names.values() for n in x]
+    )
+    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, _EMBEDDINGS)}
+    choices = []
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for key, param in params.items():
+        called = names[key]
+        why = _why_not(param, called, owners[key], vocabularies, stacks, convolutions)
+        if param.ndim >= 2 and _matches(called, muon_names):
+            why = ""
+        elif _matches(called, adamw_names):
+            why = "by adamw_names"
+        algorithm = "adamw" if why else "muon"
+        options: dict[str, Any] = {"algorithm": algorithm}
+        if not why:
+            is_stack = param.ndim == 3 and not _is_any(owners[key], _CONVOLUTIONS)
+            options |= {"matrices": "stack"} if is_stack else {}
+            for pattern, rows in split_rows.items():
+                if _matches(called, [pattern]):
+                    options["split_rows"] = tuple(rows)
+            why = _described(param, options)
+        if not param.requires_grad:
+            algorithm, why = "none", "frozen"
+        else:
+            entry = groups.setdefault(tuple(options.items()), {"params": [], **options})
+            entry["params"].append((called[0], param))
+        choices.append(Choice(called[0], tuple(param.shape), algorithm, why))
+    ordered = [
+        {**group, **((muon if group["algorithm"] == "muon" else adamw) or {})}
+        for group in sorted(groups.values(), key=lambda group: group["algorithm"] == "adamw")
+    ]
+    chosen = MuonParamGroups(ordered, choices)
+    if not any(group["algorithm"] == "muon" for group in ordered):
+        raise ValueError(f"No parameter of this {type(model).__name__} is Muon's:\n{chosen}")
+    return chosen
+
+
+def _why_not(
+    param: nn.Parameter,
+    names: Sequence[str],
+    owners: Sequence[tuple[str, nn.Module]],
+    vocabularies: set[int],
+    stacks: bool,
+    convolutions: bool,
+) -> str:
+    """Why a parameter is not Muon's; empty if it is."""
+    if param.ndim < 2:
+        return f"{param.ndim}-D"
+    if _is_any(owners, _EMBEDDINGS):
+        return "embedding, tied" if len(names) > 1 else "embedding"
+    for path, module in owners:
+        called_so = path.rpartition(".")[2] in _HEADS
+        if called_so or (isinstance(module, nn.Linear) and module.out_features in vocabularies):
+            return "head"
+    if len(names) > 1:
+        return f"tied: also {', '.join(names[1:])}"
+    if _is_any(owners, _CONVOLUTIONS):
+        return "" if convolutions else "convolution"
+    if param.ndim == 3:
+        return "" if stacks else "3-D"
+    return "" if param.ndim == 2 else f"{param.ndim}-D"
+
+
+def _is_any(owners: Sequence[tuple[str, nn.Module]], types: tuple[type, ...]) -> bool:
+    return any(isinstance(module, types) for _, module in owners)
+
+
+def _described(param: nn.Parameter, options: Mapping[str, Any]) -> str:
+    if "split_rows" in options:
+        return f"{len(options['split_rows'])} matrices fused along dim 0"
+    if "matrices" in options:
+        return f"stack of {param.shape[0]} matrices"
+    return "matrix" if param.ndim == 2 else "matrix (shape[0], rest)"
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not _matches(names, [pattern]):
+            raise ValueError(
+                f"{pattern!r} matches no parameter; there are {', '.join(names[:8])}, ..."
+            )

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed._state_dict_utils as _state_dict_utils
 import torch.distributed.checkpoint
+import torch.distributed.checkpoint._state_dict_stager as _stager
+import torch.distributed.checkpoint.state_dict as _state_dict
 import torch.distributed.tensor._api as _api
 import torch.distributed.tensor._redistribute as _redistribute
 import torch.distributed.tensor._utils as _utils
@@ -110,6 +114,7 @@ def install(propagate: Propagate, handlers: dict[Any, Handler]) -> None:
     _hook_propagation(propagate)
     _hook_handlers(handlers)
     _hook_tensor_methods()
+    _hook_checkpoints()
     DTensorSpec._check_equals = _check_equals_hook(DTensorSpec._check_equals)  # type: ignore[method-assign]
     DTensor._placements_hooks = True  # type: ignore[attr-defined]
 
@@ -452,6 +457,76 @@ def _holds_nothing(tensor: DTensor) -> bool:
     if coordinate is None:
         return True
     return not is_held(tensor.placements, coordinate) or tensor.to_local().numel() == 0
+
+
+def _hook_checkpoints() -> None:
+    utils, stager = _state_dict_utils, _stager.StateDictStager
+    utils.distribute_tensor = _distribute_full_hook(utils.distribute_tensor)
+    stager._offload_tensor = _offload_hook(stager._offload_tensor)  # type: ignore[method-assign]
+    for name in ("_split_optim_state_dict", "_unflatten_optim_state_dict"):
+        setattr(_state_dict, name, _frozen_state_hook(getattr(_state_dict, name)))
+
+
+def _distribute_full_hook(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """Take this rank's part of a full state dict, which every rank holds."""
+
+    @functools.wraps(stock)
+    def distribute(
+        tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], **options: Any
+    ) -> DTensor:
+        if not any_ours(placements):
+            return stock(tensor, device_mesh, placements, **options)
+        shape, offset = local_shape_and_offset(tensor.shape, device_mesh, placements)
+        if any(rows == 0 for rows in shape):
+            local = tensor.new_empty(shape)
+        else:
+            cut = tuple(slice(start, start + rows) for start, rows in zip(offset, shape))
+            local = tensor[cut].detach().clone(memory_format=torch.contiguous_format)
+        meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+        spec = DTensorSpec(device_mesh, tuple(placements), tensor_meta=meta)
+        return DTensor(local, spec, requires_grad=False)
+
+    return distribute
+
+
+def _offload_hook(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Stage the local tensor of a DTensor for ``async_save``: stock takes a DTensor whose values do
+    not start their storage, such as a view of a flat buffer, for a plain tensor, and fails."""
+
+    @functools.wraps(stock)
+    def offload(self: Any, x: Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Tensor:
+        if not isinstance(x, DTensor) or not any_ours(x.placements):
+            return stock(self, x, memo, non_blocking)
+        memo[id(x)] = staged = wrap_like(stock(self, local_tensor(x), memo, non_blocking), x)
+        return staged
+
+    return offload
+
+
+def _frozen_state_hook(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand the state of frozen parameters to the optimizer too: stock leaves it out, so that a
+    parameter that is unfrozen after a resume would have lost its momentum."""
+
+    @functools.wraps(stock)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(stock).bind(*args, **kwargs).arguments
+        optimizer, names = given["optim"], given["info"].fqn_param_mapping
+        saved = given["optim_state_dict" if "optim_state_dict" in given else "state_dict"]
+        taken = stock(*args, **kwargs)
+        for param, state in optimizer.state.items():
+            if param.requires_grad or not isinstance(param, DTensor):
+                continue
+            for name in names.get(param, ()) if any_ours(param.placements) else ():
+                found = saved.get("state", {}).get(name) or {
+                    key: saved[f"state.{name}.{key}"]
+                    for key in state
+                    if f"state.{name}.{key}" in saved
+                }
+                if found:
+                    taken["state"][name] = found
+        return taken
+
+    return take
 
 
 def _write_items_hook(stock: Callable[..., Any]) -> Callable[..., Any]:

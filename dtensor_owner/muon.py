@@ -28,6 +28,7 @@ from dtensor_owner.muon_prepare import (
 from dtensor_owner.muon_step import BucketWork, EagerStages, Numbers, Shards, run_step
 from dtensor_owner.ns_schedule import QUINTIC, Coefficients, Method
 
+_WHOLE = ("owners", "ranks_per_node", "bucket_numel", "nonfinite")  # options of no single group
 _MAX_COMPILED_KINDS = 4
 
 
@@ -69,6 +70,8 @@ class Muon(torch.optim.Optimizer):
         adamw: Defaults of AdamW groups.
         owners: ``"holders"``: an owner holds some of its matrix, so that a matrix with one
             holder does not move; ``"any"``: every rank may own, better balanced, more moves.
+        ranks_per_node: Consecutive ranks of a mesh that share a node; among owners that balance
+            alike, those on the node that holds most of a matrix are preferred.
         bucket_numel: Elements that one owner collects per exchange. Smaller buckets take less
             memory and overlap better, larger ones batch more.
         nonfinite: What to do when a gradient is inf or nan on any rank: ``"raise"``, ``"skip"``
@@ -100,6 +103,7 @@ class Muon(torch.optim.Optimizer):
         split_rows: tuple[int, ...] | None = None,
         adamw: Mapping[str, Any] | None = None,
         owners: Literal["holders", "any"] = "holders",
+        ranks_per_node: int = 1,
         bucket_numel: int = 1 << 26,
         nonfinite: Literal["raise", "skip", "propagate"] = "raise",
         compile: bool = False,
@@ -122,7 +126,7 @@ class Muon(torch.optim.Optimizer):
         }
         self._adamw_defaults = {"algorithm": ADAMW, **ADAMW_DEFAULTS, **(adamw or {})}
         self._owners: Literal["holders", "any"] = owners
-        self._bucket_numel = bucket_numel
+        self._ranks_per_node, self._bucket_numel = ranks_per_node, bucket_numel
         self._nonfinite = nonfinite
         self._backend = backend if compile else None
         self._prepared: Prepared | None = None
@@ -150,8 +154,9 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(
                 f'nonfinite must be "raise", "skip" or "propagate", got {self._nonfinite!r}.'
             )
-        if self._bucket_numel < 1:
-            raise ValueError(f"bucket_numel must be >= 1, got {self._bucket_numel}.")
+        for key in ("ranks_per_node", "bucket_numel"):
+            if getattr(self, f"_{key}") < 1:
+                raise ValueError(f"{key} must be >= 1, got {getattr(self, f'_{key}')}.")
         unknown = self._adamw_defaults.keys() - ADAMW_DEFAULTS.keys() - {"algorithm"}
         if unknown:
             raise ValueError(
@@ -222,7 +227,7 @@ class Muon(torch.optim.Optimizer):
         own = {
             key: value
             for key, value in vars(self).items()
-            if key in ("_adamw_defaults", "_owners", "_bucket_numel", "_nonfinite", "_backend")
+            if key in ("_adamw_defaults", *(f"_{option}" for option in _WHOLE), "_backend")
         }
         return {**super().__getstate__(), **own}
 
@@ -274,15 +279,16 @@ class Muon(torch.optim.Optimizer):
         return [settings_of(g) if g["algorithm"] == MUON else None for g in self.param_groups]
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "owners": self._owners,
-            "bucket_numel": self._bucket_numel,
-            "nonfinite": self._nonfinite,
-            "compile": self._backend,
-        }
+        whole = {option: getattr(self, f"_{option}") for option in _WHOLE}
+        return {**whole, "compile": self._backend}
 
     def _plan(self) -> Prepared:
-        return prepare(self.param_groups, eligible=self._owners, bucket_numel=self._bucket_numel)
+        return prepare(
+            self.param_groups,
+            eligible=self._owners,
+            bucket_numel=self._bucket_numel,
+            ranks_per_node=self._ranks_per_node,
+        )
 
     def _prepare(self) -> Prepared:
         """Compare what there is and plan; every rank does this together."""

@@ -18,7 +18,7 @@ from dtensor_owner.muon_matrices import Matrix, Piece
 from dtensor_owner.newton_schulz import keeps_range
 from dtensor_owner.ns_schedule import Coefficients, Method, multiply_adds, uses_gram
 from dtensor_owner.owner_balance import balance
-from dtensor_owner.owner_work import Work
+from dtensor_owner.owner_work import Work, fill_buckets
 
 Shape = tuple[int, int]
 
@@ -223,6 +223,7 @@ def plan_step(
     eligible: Literal["holders", "any"] = "holders",
     bucket_numel: int,
     device_type: str = "cpu",
+    ranks_per_node: int = 1,
 ) -> StepPlan:
     """Choose owners for all matrices together, then form buckets.
 
@@ -236,6 +237,7 @@ def plan_step(
         bucket_numel: Elements that one owner collects in one bucket at most (a larger matrix
             is alone with its owner in a bucket).
         device_type: Where Newton-Schulz runs.
+        ranks_per_node: Consecutive ranks that share a node.
     """
     num_ranks = prod(mesh_shape)
     costs = tuple(
@@ -245,7 +247,8 @@ def plan_step(
         Work.from_counts(cost, matrix.held_counts(num_ranks))
         for cost, matrix in zip(costs, matrices)
     ]
-    owners = tuple(balance(works, num_ranks, anywhere=eligible == "any"))
+    anywhere = eligible == "any"
+    owners = tuple(balance(works, num_ranks, anywhere=anywhere, ranks_per_node=ranks_per_node))
     plan = StepPlan(mesh_shape, tuple(matrices), owners, (), costs)
     kinds: dict[tuple[int, bool, torch.dtype], list[int]] = {}
     for index, (group, dtype) in enumerate(zip(groups, dtypes)):
@@ -255,31 +258,16 @@ def plan_step(
         kind = (group, exchanged, settings[group].gather_dtype(dtype))
         kinds.setdefault(kind, []).append(index)
     buckets = [
-        Bucket(group, members, gather_dtype, settings[group].dtype)
+        Bucket(group, tuple(indices[k] for k in members), gather_dtype, settings[group].dtype)
         for (group, exchanged, gather_dtype), indices in kinds.items()
-        for members in _fill(plan, indices, bucket_numel)
+        for members in fill_buckets(
+            [owners[index] for index in indices],
+            [plan.matrices[index].numel for index in indices],
+            # The costliest first, equal shapes together.
+            [(-costs[i], sorted(plan.matrices[i].shape)) for i in indices],
+            bucket_numel,
+        )
     ]
     # What needs no exchange comes first: it is computed while the first exchange is under way.
     buckets.sort(key=lambda bucket: any(plan.moves(bucket)))
     return replace(plan, buckets=tuple(buckets))
-
-
-def _fill(plan: StepPlan, indices: Sequence[int], bucket_numel: int) -> list[tuple[int, ...]]:
-    """Cut each owner's matrices, equal shapes together, into buckets of at most ``bucket_numel``.
-
-    Bucket ``k`` has a slice of every owner's work, so that all owners are busy in each.
-    """
-    members: list[list[int]] = []
-    for owner in range(plan.num_ranks):
-        owned = [index for index in indices if plan.owners[index] == owner]
-        owned.sort(key=lambda i: (-plan.costs[i], sorted(plan.matrices[i].shape), i))
-        bucket, numel = 0, 0
-        for index in owned:
-            size = plan.matrices[index].numel
-            if numel and numel + size > bucket_numel:
-                bucket, numel = bucket + 1, 0
-            numel += size
-            while len(members) <= bucket:
-                members.append([])
-            members[bucket].append(index)
-    return [tuple(sorted(bucket)) for bucket in members]

@@ -174,6 +174,7 @@ def prepare(
     *,
     eligible: Literal["holders", "any"],
     bucket_numel: int,
+    ranks_per_node: int = 1,
 ) -> Prepared:
     """Plan the step of all groups, by what all ranks of each domain have agreed on."""
     members = members_of(groups)
@@ -197,6 +198,7 @@ def prepare(
             eligible=eligible,
             bucket_numel=bucket_numel,
             device_type=owners[0].param.device.type,
+            ranks_per_node=ranks_per_node,
         )
     return Prepared(members, settings, plans)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from dtensor_owner.owner_sweep import sweep
 from dtensor_owner.owner_work import Loads, Window, Work, lower_bound
 
 # Ranks looked at in one search for a chain of moves, and in all searches of one plan.
@@ -22,6 +23,8 @@ _HELD_PER_PLAN = 1_000_000
 # Up to this many items, a start that misses the bound is checked against all assignments.
 _ITEMS_OF_EXACT_SEARCH = 12
 _NODES_OF_EXACT_SEARCH = 20_000
+# Up to this many items, a third start is worth its time.
+_ITEMS_OF_THIRD_START = 5_000
 # Plans in which the second way to start would look at more ranks than this do without it.
 _LOOKS_OF_FULL_START = 1_000_000
 # Stop lowering the highest load once it is this close (in 1/1000) to the lower bound.
@@ -45,6 +48,7 @@ class Balancer:
             {} for _ in range(num_ranks)
         ]
         self._budget = _RANKS_PER_PLAN
+        self._near: dict[int, list[int]] = {}
 
     def highest(self) -> int:
         return max(self.loads.of)
@@ -235,14 +239,19 @@ class Balancer:
     def _nearest(self, item: int, ranks_per_node: int) -> list[int]:
         """The few allowed holders with the least distance, nearest first."""
         work = self.works[item]
-        ranks = [rank for start, stop in work.windows for rank in range(start, stop)]
-        if len(set(work.held)) == 1 and ranks_per_node == 1:
-            return ranks[:1]
-        most = max(work.held, default=0)
-        if ranks_per_node == 1 and work.held_by(self.owners[item]) == most:
-            return []
-        ranks.sort(key=lambda rank: (self._distance(item, rank, ranks_per_node), rank))
-        return ranks[:4]
+        near = self._near.get(id(work))
+        if near is None:  # read once for all layers of a kind
+            ranks = [rank for start, stop in work.windows for rank in range(start, stop)]
+            if ranks_per_node == 1:
+                by_held = sorted(range(len(ranks)), key=lambda i: (-work.held[i], i))
+                near = [ranks[i] for i in by_held[:4]]
+                if len(set(work.held)) == 1:
+                    near = near[:1]
+            else:
+                ranks.sort(key=lambda rank: (self._distance(item, rank, ranks_per_node), rank))
+                near = ranks[:4]
+            self._near[id(work)] = near
+        return near
 
     def _swap_partner(
         self, item: int, rank: int, gain: tuple[int, int], ranks_per_node: int
@@ -288,6 +297,13 @@ def balance(
         if best.highest() <= bound + bound // 100:
             break
     assert best is not None
+    if not anywhere and best.highest() > bound + bound // 100:
+        swept = sweep(works, num_ranks, bound, best.highest())
+        if swept is not None:
+            best = Balancer(works, num_ranks, anywhere=anywhere)
+            for item, rank in enumerate(swept):
+                best.assign(item, rank)
+            best.lower_highest(bound)
     if best.highest() > bound and len(works) <= _ITEMS_OF_EXACT_SEARCH:
         best.search_exactly(bound)
     best.prefer_near(ranks_per_node)
@@ -299,9 +315,11 @@ def _starts(
 ) -> Iterator[Callable[[Balancer], None]]:
     """First assignments to try, in this order, until one leads close to the bound."""
     # Keeping work with its holders costs balance: allow more only where no load suffers.
-    for permille in (0, 5, 10) if anywhere else (0,):
-        limit = bound + bound * permille // 1000
-        yield partial(Balancer.start, prefer_holders_up_to=limit)
+    yield partial(Balancer.start, prefer_holders_up_to=bound)
+    if anywhere:
+        yield Balancer.start
+        if len(works) <= _ITEMS_OF_THIRD_START:
+            yield partial(Balancer.start, prefer_holders_up_to=bound + bound // 100)
     looks = sum(num_ranks if anywhere else len(work.held) for work in works)
     if looks < _LOOKS_OF_FULL_START:
         for permille in (0, 20, 50, 100):

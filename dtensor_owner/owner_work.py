@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Window = tuple[int, int]  # half-open range of ranks
 
@@ -177,3 +178,33 @@ def _bound_of_range(number_of: dict[int, int], num_ranks: int) -> int:
         total += number_of[cost] * cost
         bound = max(bound, -(-items // num_ranks) * cost)
     return max(bound, -(-total // num_ranks))
+
+
+def fill_buckets(
+    owners: Sequence[int], numels: Sequence[int], order: Sequence[Any], cap: int
+) -> list[tuple[int, ...]]:
+    """Cut each owner's items, in the order given, into buckets of at most ``cap`` elements.
+
+    Bucket ``k`` has a slice of every owner's work, so that all owners are busy in each. An item
+    larger than the cap is alone with its owner in a bucket.
+
+    Args:
+        owners: Owner of each item.
+        numels: Elements of each item.
+        order: A sort key for each item.
+        cap: Elements that one owner collects in a bucket.
+
+    Returns:
+        Positions of the items in each bucket, ascending.
+    """
+    buckets: list[list[int]] = []
+    filled: dict[int, tuple[int, int]] = {}  # owner -> (bucket, elements in it)
+    for item in sorted(range(len(owners)), key=lambda item: (order[item], item)):
+        bucket, numel = filled.get(owners[item], (0, 0))
+        if numel and numel + numels[item] > cap:
+            bucket, numel = bucket + 1, 0
+        filled[owners[item]] = bucket, numel + numels[item]
+        while len(buckets) <= bucket:
+            buckets.append([])
+        buckets[bucket].append(item)
+    return [tuple(sorted(bucket)) for bucket in buckets]

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from dtensor_owner.ns_schedule import QUINTIC, Method, multiply_adds, uses_gram
 from dtensor_owner.owner_balance import balance
-from dtensor_owner.owner_work import Work, lower_bound
+from dtensor_owner.owner_work import Work, fill_buckets, lower_bound
 
 Cost = int | float
 CostFn = Callable[["ParameterLayout"], Cost]
@@ -235,6 +235,8 @@ class OwnerPlan:
         moved_numel: Elements that go to their owner once per step (as many come back, times
             the number of replicas).
         total_numel: Elements of all parameters.
+        buckets: Which parameters travel together, as (number of the group, tensor index); empty
+            if no ``bucket_numel`` was given.
     """
 
     owners: tuple[dict[int, int], ...]
@@ -242,6 +244,7 @@ class OwnerPlan:
     lower_bound: Cost
     moved_numel: int
     total_numel: int
+    buckets: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def imbalance(self) -> float:
@@ -262,6 +265,10 @@ class OwnerPlan:
             f"{max(self.loads) / (self.lower_bound or 1):.3f}, "
             f"{self.moved_numel / (self.total_numel or 1):.1%} of the elements move"
         ]
+        if self.buckets:
+            sizes = ", ".join(str(len(bucket)) for bucket in self.buckets[:16])
+            more = ", ..." if len(self.buckets) > 16 else ""
+            lines.append(f"{len(self.buckets)} buckets of {sizes}{more} matrices")
         lines += [
             f"rank {rank:>4}  {count:>5} matrices  load {load / mean:6.3f} of mean"
             for rank, (count, load) in enumerate(zip(number, self.loads))
@@ -277,6 +284,7 @@ class OwnerPlan:
     def from_json(cls, text: str) -> OwnerPlan:
         fields = json.loads(text)
         fields["owners"] = tuple(dict(map(tuple, group)) for group in fields["owners"])
+        fields["buckets"] = tuple(tuple(map(tuple, bucket)) for bucket in fields["buckets"])
         return cls(**{**fields, "loads": tuple(fields["loads"])})
 
 
@@ -287,6 +295,7 @@ def plan_owners(
     eligible: Literal["holders", "any"] = "holders",
     replicas: int = 1,
     ranks_per_node: int = 1,
+    bucket_numel: int | None = None,
 ) -> OwnerPlan:
     """Choose the owners of all parameters of all groups together.
 
@@ -303,12 +312,16 @@ def plan_owners(
             ``replicas * dp_size`` ranks; a matrix still has one owner in all.
         ranks_per_node: Consecutive ranks that share a node; transfers inside a node are
             preferred. 1: all transfers count the same.
+        bucket_numel: Cut the work into buckets, of which one owner collects at most so many
+            elements each (a larger matrix is alone with its owner in a bucket).
 
     Raises:
         ValueError: Layouts for different numbers of ranks, or a bad option.
     """
     if eligible not in ("holders", "any"):
         raise ValueError(f'eligible must be "holders" or "any", got {eligible!r}.')
+    if bucket_numel is not None and bucket_numel < 1:
+        raise ValueError(f"bucket_numel must be >= 1, got {bucket_numel}.")
     if replicas < 1 or ranks_per_node < 1:
         raise ValueError(
             f"replicas and ranks_per_node must be >= 1, got {replicas} and {ranks_per_node}."
@@ -325,6 +338,9 @@ def plan_owners(
         loads[owner] += cost
     ends = list(accumulate(map(len, groups)))
     bound = lower_bound(works, num_ranks, anywhere=anywhere)
+    names = [(number, index) for number, group in enumerate(groups) for index in group]
+    numels, order = [work.numel for work in works], [-work.cost for work in works]
+    filled = fill_buckets(chosen, numels, order, bucket_numel) if bucket_numel else []
     return OwnerPlan(
         owners=tuple(
             dict(zip(group, chosen[end - len(group) : end])) for group, end in zip(groups, ends)
@@ -333,6 +349,7 @@ def plan_owners(
         lower_bound=bound if _are_ints(costs) else bound * max(costs) / _FLOAT_COST_RANGE,
         moved_numel=sum(work.numel - work.held_by(owner) for work, owner in zip(works, chosen)),
         total_numel=sum(work.numel for work in works),
+        buckets=tuple(tuple(names[item] for item in bucket) for bucket in filled),
     )
 
 

@@ -35,7 +35,7 @@ from dtensor_owner.checkpoint_files import (
 from dtensor_owner.checkpoint_plan import Loader, SavePlanner, Wanted
 
 __all__ = ["CheckpointError", "is_complete", "latest_checkpoint", "load_checkpoint"]
-__all__ += ["save_checkpoint"]
+__all__ += ["load_extra", "save_checkpoint"]
 
 Optimizers = Optimizer | Sequence[Optimizer]
 _GROUPS = "optimizer.param_groups."
@@ -140,6 +140,18 @@ def load_checkpoint(
     load = _Load(model, optimizers, options=options, rank=rank if rng else None)
     loader = read_into(CheckedReader(folder), load.want, strict=strict, process_group=process_group)
     return load.commit(loader, dict(extra or {}), str(folder))
+
+
+def load_extra(
+    folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """Read only what was saved as ``extra``; every rank calls this, and raises alike."""
+
+    def want(saved: Mapping[str, Any]) -> Wanted:
+        return Wanted(objects={"extra"} & saved.keys())
+
+    loader = read_into(CheckedReader(folder), want, strict=False, process_group=process_group)
+    return dict(loader.objects["extra"][0]) if loader.objects else {}
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:

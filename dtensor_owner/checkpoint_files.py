@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import zipfile
 from pathlib import Path
 from typing import IO, Any
@@ -36,6 +37,14 @@ def is_complete(folder: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint's save came to its end; one that was interrupted is not complete."""
     path = Path(folder)
     return not path.name.endswith(INCOMPLETE) and (path / METADATA).is_file()
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint so that it is never there in part: what a kill leaves is incomplete."""
+    doomed = folder.with_name(folder.name + INCOMPLETE)
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed)
 
 
 class AtomicWriter(FileSystemWriter):

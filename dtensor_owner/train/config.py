@@ -67,6 +67,19 @@ class TrainConfig:
         "folder for metrics.jsonl, summary.json and loss.png; older ones are replaced",
         type=Path,
     )
+    checkpoint_every: int = _option(
+        0, "steps between checkpoints, the last step has one too; 0: no checkpoints"
+    )
+    checkpoint_dir: Path | None = _option(
+        None, "folder for checkpoints (default: checkpoints in --out)", type=Path
+    )
+    keep_checkpoints: int = _option(2, "newest checkpoints to keep; older ones are removed")
+    resume: Path | None = _option(
+        None,
+        "go on from this checkpoint, or from the newest complete one in this folder; ranks and "
+        "layout may differ from before",
+        type=Path,
+    )
     data: Path | None = _option(
         None,
         "text to train on, a file or a folder (default: the Python standard library's sources)",
@@ -90,6 +103,10 @@ class TrainConfig:
         for name in ("steps", "layers", "dim", "heads", "hidden", "context", "batch"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(self.eval_sequences >= 1, "eval_sequences", self.eval_sequences, "at least 1")
+        _require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "0 or more")
+        _require(
+            self.keep_checkpoints >= 1, "keep_checkpoints", self.keep_checkpoints, "at least 1"
+        )
         _require(0 <= self.seed < 2**31, "seed", self.seed, "between 0 and 2147483647")
         for name in ("lr", "adamw_lr"):
             _require(0 < getattr(self, name) < 10, name, getattr(self, name), "in (0, 10)")
@@ -120,6 +137,11 @@ class TrainConfig:
             raise UsageError(f"--data {self.data}: no such file or folder")
         if self.out.exists() and not self.out.is_dir():
             raise UsageError(f"--out {self.out}: exists and is not a folder")
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder that checkpoints go to."""
+        return self.checkpoint_dir or self.out / "checkpoints"
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TrainConfig:

@@ -17,7 +17,7 @@ class Silent:
         """Show nothing."""
 
     @contextmanager
-    def progress(self, steps: int) -> Iterator[Show]:
+    def progress(self, steps: int, done: int = 0) -> Iterator[Show]:
         """A bar nobody sees."""
         yield lambda loss, tokens_per_second: None
 
@@ -44,10 +44,10 @@ class Terminal(Silent):
         self._console.print(text, markup=False)
 
     @contextmanager
-    def progress(self, steps: int) -> Iterator[Show]:
+    def progress(self, steps: int, done: int = 0) -> Iterator[Show]:
         """Yield a function to call after each step with its loss and speed."""
         if not self._console.is_terminal:
-            yield self._plain_progress(steps)
+            yield self._plain_progress(steps, done)
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.progress import TimeRemainingColumn as Remaining
@@ -60,15 +60,14 @@ class Terminal(Silent):
             Remaining(),
         )
         with Progress(*columns, console=self._console) as bar:
-            task = bar.add_task("", total=steps, status="first step")
+            task = bar.add_task("", total=steps, completed=done, status="first step")
 
             def show(loss: float, tokens_per_second: float) -> None:
                 bar.update(task, advance=1, status=_status(loss, tokens_per_second))
 
             yield show
 
-    def _plain_progress(self, steps: int) -> Show:
-        done = 0
+    def _plain_progress(self, steps: int, done: int) -> Show:
 
         def show(loss: float, tokens_per_second: float) -> None:
             nonlocal done

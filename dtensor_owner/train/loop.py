@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_owner.train import outputs
+from dtensor_owner.train import checkpoints, outputs
+from dtensor_owner.train.checkpoints import Progress
 from dtensor_owner.train.compiling import choose_backend
 from dtensor_owner.train.config import TrainConfig
 from dtensor_owner.train.data import Corpus, load_corpus
@@ -69,6 +70,7 @@ class _Run:
     display: Silent
     metrics: outputs.NoMetrics
     phases: Phases
+    progress: Progress
 
 
 def run_rank(config: TrainConfig, *, init_method: str | None = None) -> None:
@@ -85,20 +87,29 @@ def run_rank(config: TrainConfig, *, init_method: str | None = None) -> None:
         ranks, mesh = _join(config, init_method)
         is_first = ranks.rank == 0
         display = Terminal() if is_first else Silent()
-        metrics = outputs.Metrics(config.out) if is_first else outputs.NoMetrics()
-    run = _Run(config, ranks, mesh, display, metrics, phases)
+        found = checkpoints.find(config)
+        starts = is_first and found is None
+        metrics = outputs.Metrics(config.out) if starts else outputs.NoMetrics()
+    run = _Run(config, ranks, mesh, display, metrics, phases, Progress())
     with phases("read text"):
         corpus = load_corpus(config.data, config.context)
     backend, trainee = _build(run, corpus)
-    with metrics:
-        records, validation = _train(run, trainee, corpus)
+    if found is not None:
+        with phases("load checkpoint"):
+            run.progress, how = checkpoints.load(found, trainee, corpus, config)
+        display.line(how)
+        if is_first:  # older results are touched only now that the run can go on
+            run.metrics = outputs.Metrics(config.out, run.progress.done)
+    with run.metrics:
+        records = _train(run, trainee, corpus)
     phases.add_steps(records, compiled=backend is not None)
     dist.destroy_process_group()  # only where all went well: a failed rank must not wait here
     if is_first:
-        summary = _summary(run, corpus, trainee, backend, records, validation)
+        summary = _summary(run, corpus, trainee, backend, records)
         outputs.write_summary(config.out, summary)
-        losses = [(record.step, record.loss) for record in records]
-        outputs.plot_losses(config.out, losses, validation, _title(config))
+        losses = [(line["step"], line["loss"]) for line in run.metrics.history if "loss" in line]
+        losses += [(record.step, record.loss) for record in records]
+        outputs.plot_losses(config.out, losses, run.progress.validation, _title(config))
         display.line(_closing(config, summary, phases))
 
 
@@ -141,32 +152,46 @@ def _build(run: _Run, corpus: Corpus) -> tuple[str | None, Trainee]:
     return backend, trainee
 
 
-def _train(
-    run: _Run, trainee: Trainee, corpus: Corpus
-) -> tuple[list[StepRecord], list[outputs.Point]]:
-    """Run all steps; returns what each measured, and the validation losses."""
-    config = run.config
+def _train(run: _Run, trainee: Trainee, corpus: Corpus) -> list[StepRecord]:
+    """Run the steps that are left; returns what each measured."""
+    config, progress = run.config, run.progress
     records: list[StepRecord] = []
-    validation: list[outputs.Point] = []
     tokens = config.batch * config.context
 
-    def validate(after: int) -> None:
+    def validate() -> None:
         with run.phases("validation"):
             loss = validation_loss(trainee, corpus, config, run.ranks)
-        validation.append((after, loss))
-        run.metrics.write({"step": after, "validation_loss": loss})
+        progress.validation.append((progress.done, loss))
+        run.metrics.write({"step": progress.done, "validation_loss": loss})
 
-    validate(0)
-    run.display.line(f"Validation loss before: {validation[0][1]:.4f} nats per byte")
+    if not progress.validation:
+        validate()
+    before = progress.validation[0][1]
+    run.display.line(f"Validation loss before: {before:.4f} nats per byte")
     every = max(1, config.steps // VALIDATIONS)
-    with run.display.progress(config.steps) as show:
-        for record in train_steps(trainee, corpus, config, run.ranks):
+    with run.display.progress(config.steps, progress.done) as show:
+        for record in train_steps(trainee, corpus, config, run.ranks, done=progress.done):
             records.append(record)
+            progress.done, progress.last_loss = record.step, record.loss
+            if progress.first_loss is None:
+                progress.first_loss = record.loss
             show(record.loss, tokens / record.seconds)
             run.metrics.write(record.to_dict(tokens))
             if record.step == config.steps or record.step % every == 0:
-                validate(record.step)
-    return records, validation
+                validate()
+            if config.checkpoint_every and (
+                record.step == config.steps or record.step % config.checkpoint_every == 0
+            ):
+                _save(run, trainee, corpus)
+    return records
+
+
+def _save(run: _Run, trainee: Trainee, corpus: Corpus) -> None:
+    with run.phases("save checkpoints"):
+        run.metrics.sync()
+        checkpoints.save(trainee, corpus, run.config, run.progress)
+        if run.ranks.rank == 0:
+            checkpoints.prune(run.config)
 
 
 def _opening(corpus: Corpus, trainee: Trainee) -> str:
@@ -187,9 +212,10 @@ def _summary(
     trainee: Trainee,
     backend: str | None,
     records: list[StepRecord],
-    validation: list[outputs.Point],
 ) -> dict[str, Any]:
-    tokens = run.config.batch * run.config.context
+    tokens, progress = run.config.batch * run.config.context, run.progress
+    validation = progress.validation
+    seconds = median(record.seconds for record in records) if records else None
     return {
         "options": run.config.to_dict(),
         "torch": str(torch.__version__),
@@ -200,21 +226,21 @@ def _summary(
             "held_out_bytes": len(corpus.held_out),
         },
         "validation_nats_per_byte": {"before": validation[0][1], "after": validation[-1][1]},
-        "train_nats_per_byte": {"first": records[0].loss, "last": records[-1].loss},
+        "train_nats_per_byte": {"first": progress.first_loss, "last": progress.last_loss},
         "seconds": run.phases.seconds,
         "compile_backend": backend,
         "tokens_per_step": tokens,
-        "tokens_per_second": tokens / median(record.seconds for record in records),
+        "tokens_per_second": tokens / seconds if seconds else None,
         "plan": trainee.plan.to_dict(),
     }
 
 
 def _closing(config: TrainConfig, summary: dict[str, Any], phases: Phases) -> str:
-    losses = summary["validation_nats_per_byte"]
+    losses, speed = summary["validation_nats_per_byte"], summary["tokens_per_second"]
     return (
         f"\nValidation loss: {losses['before']:.4f} nats per byte before, "
         f"{losses['after']:.4f} after {config.steps} steps\n"
         f"Seconds: {phases}\n"
-        f"{summary['tokens_per_second']:,.0f} tokens/s; {', '.join(outputs.FILES)} are in "
+        f"{f'{speed:,.0f} tokens/s; ' if speed else ''}{', '.join(outputs.FILES)} are in "
         f"{config.out}"
     )

@@ -62,14 +62,16 @@ def train_steps(
     corpus: Corpus,
     config: TrainConfig,
     ranks: Ranks,
+    *,
+    done: int = 0,
 ) -> Iterator[StepRecord]:
-    """Train step by step; yields after each one.
+    """Train step by step, from the one after ``done``; yields after each one.
 
     The batch of a step depends on the seed and the step alone, and the gradient is that of the
     mean over the global batch, so that any number of ranks computes the same step.
     """
     peaks = [[float(g["lr"]) for g in optimizer.param_groups] for optimizer in trainee.optimizers]
-    for step in range(config.steps):
+    for step in range(done, config.steps):
         start = time.perf_counter()
         factor = lr_factor(step, config.steps)
         _set_lr(trainee, peaks, factor)

@@ -32,6 +32,9 @@ def reduced_dims(call: OpCall) -> tuple[int, ...]:
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return tuple(range(ndim))
     dims = dim if isinstance(dim, (list, tuple)) else [dim]
+    for d in dims:
+        if not -max(ndim, 1) <= d < max(ndim, 1):  # not every op's own check runs on all ranks
+            raise IndexError(f"{call.name}: a tensor of {ndim} dims has no dim {d}.")
     return tuple(d % ndim if ndim else 0 for d in dims)
 
 
@@ -91,7 +94,7 @@ def _extreme_op(lowest: bool) -> Callable[[OpCall, tuple[int, ...]], LocalOp | N
     """max or min whose empty parts give the neutral element."""
 
     def make(call: OpCall, dims: tuple[int, ...]) -> LocalOp | None:
-        if not _splits_reduced_dim(call, dims) or math.prod(call.input_shape) == 0:
+        if not _splits_reduced_dim(call, dims):
             return None
         keepdim = bool(call.argument("keepdim", False))
 

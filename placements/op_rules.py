@@ -63,6 +63,7 @@ def propagate(schema: OpSchema) -> OutputSharding:
     if any(spec.mesh != call.mesh for spec in call.specs):
         raise call.refuse("its inputs live on different meshes.")
     _check_kind(call)
+    _check_without_elements(call)
     rules_on, local_op = _family(call)
     rules = [_choose(call, mesh_dim, rules_on) for mesh_dim in range(call.mesh.ndim)]
     inputs = [_wanted(call, rules, i) for i in range(len(call.specs))]
@@ -99,6 +100,25 @@ def _check_kind(call: OpCall) -> None:
         raise call.refuse("it would change the shape of a tensor in place.")
     if torch.Tag.nondeterministic_seeded in tags:
         raise call.refuse("there is no rule for its random numbers.")
+
+
+def _check_without_elements(call: OpCall) -> None:
+    """Raise what torch does for an op on tensors of no elements, such as ``max``, on every rank.
+
+    A rank that is not the owner would not notice, and wait for the others in the next collective.
+    """
+    if any(math.prod(spec.shape) for spec in call.specs):
+        return
+    device = call.mesh.device_type
+    leaves = [
+        torch.empty(spec.shape, dtype=spec.tensor_meta.dtype, device=device)
+        if isinstance(spec, DTensorSpec) and spec.tensor_meta is not None
+        else spec
+        for spec in call.leaves
+    ]
+    args, kwargs = call.rebuild(leaves)
+    with torch.no_grad():
+        call.op(*args, **kwargs)
 
 
 def _whole_scalar(call: OpCall) -> OutputSharding:
@@ -267,7 +287,8 @@ def _output_sharding(
     output_spec = _output_spec(call, outputs)
     local_args = None
     if _is_elsewhere(call, inputs):
-        local_op = empty_result(call)
+        if not _may_run_on_nothing(call):
+            local_op = empty_result(call)
     elif local_op is None:
         local_args = _local_shape_args(call, outputs)
     if not changed and local_op is None and local_args is None:
@@ -313,6 +334,14 @@ def _is_elsewhere(call: OpCall, inputs: list[tuple[Placement, ...]]) -> bool:
         isinstance(placement, Owner) and placement.rank != at
         for placement, at in zip(inputs[0], coordinate, strict=True)
     )
+
+
+def _may_run_on_nothing(call: OpCall) -> bool:
+    """Whether the op itself is right on empty tensors, which is faster than what stands for it.
+
+    Not where the result has no dims: its one element would be computed from undefined ones.
+    """
+    return torch.Tag.pointwise in call.op.tags and all(meta.shape for meta in call.output_metas)
 
 
 def _local_shape_args(call: OpCall, outputs: list[tuple[Placement, ...]]) -> dict | None:

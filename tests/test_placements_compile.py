@@ -183,9 +183,6 @@ def module_case(backend: str) -> list[str]:
     return wrong
 
 
-# Slow, that is apart: it passes alone, but after other compiled functions in the same process
-# AOT sometimes finds no use of a tangent (see docs/limits.md).
-@pytest.mark.slow
 def test_module_parameters_and_closures() -> None:
     assert run_ranks(3, module_case, "aot_eager", timeout=120) == [[]] * 3
 

@@ -28,7 +28,7 @@ from dtensor_owner.muon_prepare import (
 from dtensor_owner.muon_step import BucketWork, EagerStages, Numbers, Shards, run_step
 from dtensor_owner.ns_schedule import QUINTIC, Coefficients, Method
 
-_WHOLE = ("owners", "ranks_per_node", "bucket_numel", "nonfinite")  # options of no single group
+_WHOLE = ("owners", "ranks_per_node", "bucket_numel", "nonfinite", "transport")
 _MAX_COMPILED_KINDS = 4
 
 
@@ -72,6 +72,8 @@ class Muon(torch.optim.Optimizer):
             holder does not move; ``"any"``: every rank may own, better balanced, more moves.
         ranks_per_node: Consecutive ranks of a mesh that share a node; among owners that balance
             alike, those on the node that holds most of a matrix are preferred.
+        transport: How an exchange is done: ``"all_to_all"`` with splits, or one batch of
+            ``"point_to_point"`` sends and receives (not with ``compile``).
         bucket_numel: Elements that one owner collects per exchange. Smaller buckets take less
             memory and overlap better, larger ones batch more.
         nonfinite: What to do when a gradient is inf or nan on any rank: ``"raise"``, ``"skip"``
@@ -104,6 +106,7 @@ class Muon(torch.optim.Optimizer):
         adamw: Mapping[str, Any] | None = None,
         owners: Literal["holders", "any"] = "holders",
         ranks_per_node: int = 1,
+        transport: Literal["all_to_all", "point_to_point"] = "all_to_all",
         bucket_numel: int = 1 << 26,
         nonfinite: Literal["raise", "skip", "propagate"] = "raise",
         compile: bool = False,
@@ -127,7 +130,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw_defaults = {"algorithm": ADAMW, **ADAMW_DEFAULTS, **(adamw or {})}
         self._owners: Literal["holders", "any"] = owners
         self._ranks_per_node, self._bucket_numel = ranks_per_node, bucket_numel
-        self._nonfinite = nonfinite
+        self._nonfinite, self._transport = nonfinite, transport
         self._backend = backend if compile else None
         self._prepared: Prepared | None = None
         self._agreed = False  # whether all ranks have planned that, and nothing was added since
@@ -153,6 +156,15 @@ class Muon(torch.optim.Optimizer):
         if self._nonfinite not in ("raise", "skip", "propagate"):
             raise ValueError(
                 f'nonfinite must be "raise", "skip" or "propagate", got {self._nonfinite!r}.'
+            )
+        if self._transport not in ("all_to_all", "point_to_point"):
+            raise ValueError(
+                f'transport must be "all_to_all" or "point_to_point", got {self._transport!r}.'
+            )
+        if self._transport == "point_to_point" and self._backend is not None:
+            raise ValueError(
+                'A compiled step needs transport="all_to_all": a graph cannot say that a buffer is '
+                "in use until its send is waited for."
             )
         for key in ("ranks_per_node", "bucket_numel"):
             if getattr(self, f"_{key}") < 1:
@@ -288,6 +300,7 @@ class Muon(torch.optim.Optimizer):
             eligible=self._owners,
             bucket_numel=self._bucket_numel,
             ranks_per_node=self._ranks_per_node,
+            transport=self._transport,
         )
 
     def _prepare(self) -> Prepared:

@@ -119,11 +119,13 @@ class Prepared:
         members: All parameters of the optimizer.
         settings: By group; None for AdamW groups.
         plans: By domain.
+        transport: How exchanges are done.
     """
 
     members: list[Member]
     settings: list[Settings | None]
     plans: dict[Domain, StepPlan]
+    transport: str
     _works: dict[tuple[int, ...], list[BucketWork]] = field(default_factory=dict)
 
     def is_current(self, settings: Sequence[Settings | None]) -> bool:
@@ -164,6 +166,7 @@ class Prepared:
                     bucket.gather_dtype,
                     self.members[plan.matrices[bucket.matrices[0]].param].param.device,
                     domain.group,
+                    domain.process_group if self.transport == "point_to_point" else None,
                 )
             )
         return works
@@ -174,7 +177,8 @@ def prepare(
     *,
     eligible: Literal["holders", "any"],
     bucket_numel: int,
-    ranks_per_node: int = 1,
+    ranks_per_node: int,
+    transport: str,
 ) -> Prepared:
     """Plan the step of all groups, by what all ranks of each domain have agreed on."""
     members = members_of(groups)
@@ -200,7 +204,7 @@ def prepare(
             device_type=owners[0].param.device.type,
             ranks_per_node=ranks_per_node,
         )
-    return Prepared(members, settings, plans)
+    return Prepared(members, settings, plans, transport)
 
 
 def fault_of_parameters(groups: Sequence[Mapping[str, Any]]) -> str | None:

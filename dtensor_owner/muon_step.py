@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_owner.muon_plan import Settings
 from dtensor_owner.muon_program import Leg, Owned, Part, RankProgram
 from dtensor_owner.newton_schulz import newton_schulz
-from placements.collectives import DimGroup, Pending, exchange_flat_async
+from placements.collectives import DimGroup, Pending, exchange_by_pairs, exchange_flat_async
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class BucketWork:
         gather_dtype: Dtype of Newton-Schulz inputs on their way to the owners.
         device: Where the tensors are.
         group: The other ranks; None where there are none.
+        pairs: Their process group where exchanges go from rank to rank, else None.
     """
 
     program: RankProgram
@@ -40,6 +42,7 @@ class BucketWork:
     gather_dtype: torch.dtype
     device: torch.device
     group: DimGroup | None
+    pairs: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,10 @@ class _BucketRun:
 
     def _exchange(self, leg: Leg, send: Tensor) -> Pending:
         assert self.work.group is not None
-        return exchange_flat_async(send, leg.send_numels, leg.recv_numels, self.work.group)
+        numels = leg.send_numels, leg.recv_numels
+        if self.work.pairs is not None:
+            return exchange_by_pairs(send, *numels, self.work.group, self.work.pairs)
+        return exchange_flat_async(send, *numels, self.work.group)
 
     def _arrived(self, pending: Pending | None, dtype: torch.dtype) -> Tensor:
         # Waited for even where nothing arrives: a compiler drops a collective that no one waits

@@ -186,6 +186,50 @@ def exchange_flat_async(
     return Pending(raw, finish)
 
 
+class PendingPairs(Pending):
+    """A batch of sends and receives on its way."""
+
+    def __init__(self, received: Tensor, works: Sequence[dist.Work], sent: Tensor) -> None:
+        self._received, self._works, self._sent = received, works, sent
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        return self._received
+
+
+def exchange_by_pairs(
+    send: Tensor,
+    send_numels: Sequence[int],
+    recv_numels: Sequence[int],
+    group: DimGroup,
+    process_group: dist.ProcessGroup,
+) -> Pending:
+    """As ``exchange_flat_async``, by one batch of point-to-point sends and receives.
+
+    Only pairs that have something to say take part. Not for compiled code: a graph cannot tell
+    that a buffer is in use until its send is waited for.
+    """
+    assert not send_numels[group.coordinate], "a rank sends nothing to itself"
+    scale = 1 if send.dtype in _WIRE_DTYPES else send.dtype.itemsize
+    wire = _to_wire(send.contiguous())
+    received = wire.new_empty(sum(recv_numels) * scale)
+    parts = wire.split([numel * scale for numel in send_numels])
+    places = received.split([numel * scale for numel in recv_numels])
+    # Peers by distance, so that not all ranks start with the same one.
+    peers = [(group.coordinate + step) % group.size for step in range(1, group.size)]
+    transfers: list[tuple[Callable[..., Any], Tensor, int]]
+    transfers = [(dist.irecv, places[peer], peer) for peer in reversed(peers) if recv_numels[peer]]
+    transfers += [(dist.isend, parts[peer], peer) for peer in peers if send_numels[peer]]
+    operations = [
+        dist.P2POp(operation, tensor, group=process_group, group_peer=group.order[peer])
+        for operation, tensor, peer in transfers
+    ]
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return PendingPairs(received.view(send.dtype), works, wire)
+
+
 def exchange_slices(
     send: Tensor, send_numels: Sequence[int], recv_numels: Sequence[int], group: DimGroup
 ) -> list[Tensor]:

@@ -173,7 +173,15 @@ def test_compiled_by_inductor():
     check_same(results, reference(shapes, 4, schedule=falling, **OPTIONS))
 
 
-@pytest.mark.parametrize("options", [{"owners": "any"}, {"bucket_numel": 130}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"owners": "any"},
+        {"bucket_numel": 130},
+        {"transport": "point_to_point"},
+        {"transport": "point_to_point", "bucket_numel": 130, "owners": "any"},
+    ],
+)
 def test_other_plans_give_the_same_result(options):
     results = run_ranks(4, train, "mixed", steps=4, **IN_FP32, **options)
     check_same(results, reference(SHAPES, 4, **OPTIONS))
@@ -249,48 +257,53 @@ def test_meshes_with_replicas_and_two_cuts():
     assert set(results[0][2]) == {0, 1, 2, 3}  # all replicas work
 
 
-def _on_subgroups(ranks_of_mesh):
+def _on_subgroups(ranks_of_mesh, transport):
     """Several meshes side by side, each with its own run; None on ranks of no mesh."""
     mine = None
     for ranks in ranks_of_mesh:
         mesh = DeviceMesh("cpu", ranks)
         if dist.get_rank() in ranks:
             mine = mesh
-    return None if mine is None else train("mixed", steps=3, mesh=mine, **IN_FP32)
+    options = {"transport": transport, **IN_FP32}
+    return None if mine is None else train("mixed", steps=3, mesh=mine, **options)
 
 
+@pytest.mark.parametrize("transport", ["all_to_all", "point_to_point"])
 @pytest.mark.parametrize("meshes", [[[2, 3]], [[1, 3]], [[3, 0, 2]], [[2, 0], [3, 1]]])
-def test_subgroups_and_permuted_ranks(meshes):
-    results = run_ranks(4, _on_subgroups, meshes)
+def test_subgroups_and_permuted_ranks(meshes, transport):
+    results = run_ranks(4, _on_subgroups, meshes, transport)
     inside = {rank for mesh in meshes for rank in mesh}
     assert {rank for rank, result in enumerate(results) if result is not None} == inside
     check_same([r for r in results if r], reference(SHAPES, 3, **OPTIONS))
 
 
-def _count_bytes():
+def _count_bytes(transport):
     """Bytes handed to the exchange by all ranks in one step, and the plan's count."""
     sent = 0
+    name = "exchange_by_pairs" if transport == "point_to_point" else "exchange_flat_async"
 
-    def counting(send, send_numels, recv_numels, group):
+    def counting(send, send_numels, recv_numels, group, *rest):
         nonlocal sent
         assert send_numels[group.coordinate] == 0
         sent += send.numel() * send.itemsize
-        return exchange(send, send_numels, recv_numels, group)
+        return exchange(send, send_numels, recv_numels, group, *rest)
 
-    exchange, muon_step.exchange_flat_async = muon_step.exchange_flat_async, counting
+    exchange = getattr(muon_step, name)
+    setattr(muon_step, name, counting)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     params = [torch.nn.Parameter(p) for p in place(weights_of(SHAPES), "mixed", mesh)]
-    optimizer = Muon(params, lr=0.1)
+    optimizer = Muon(params, lr=0.1, transport=transport)
     set_grads(params, grads_of(SHAPES, 0))
     try:
         optimizer.step()
     finally:
-        muon_step.exchange_flat_async = exchange
+        setattr(muon_step, name, exchange)
     return sent, optimizer.bytes_per_step
 
 
-def test_bytes_sent_are_the_plans_count():
-    results = run_ranks(4, _count_bytes)
+@pytest.mark.parametrize("transport", ["all_to_all", "point_to_point"])
+def test_bytes_sent_are_the_plans_count(transport):
+    results = run_ranks(4, _count_bytes, transport)
     assert sum(sent for sent, _ in results) == results[0][1] > 0
 
 

@@ -20,6 +20,10 @@ COMMANDS = {
         "dtensor_owner.train",
         "train a small GPT on unpadded shards, each matrix orthogonalized by its owner",
     ),
+    "plan": (
+        "dtensor_owner.plan_command",
+        "print layouts, padding, owners, bytes and balance of a model, before a run",
+    ),
 }
 
 

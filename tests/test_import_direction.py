@@ -80,6 +80,7 @@ LAYERS = [
     ["dtensor_owner.tables", "dtensor_owner.mxfp8_report"],
     ["dtensor_owner.muon_groups"],
     ["dtensor_owner.report"],
+    ["dtensor_owner.model_plan"],
     ["dtensor_owner"],
     ["dtensor_owner.train.config"],
     ["dtensor_owner.train.model", "dtensor_owner.train.data"],
@@ -89,6 +90,7 @@ LAYERS = [
     ["dtensor_owner.train.loop"],
     ["dtensor_owner.train.launch"],
     ["dtensor_owner.train"],
+    ["dtensor_owner.plan_command"],
     ["dtensor_owner.cli"],
     ["dtensor_owner.__main__"],
 ]

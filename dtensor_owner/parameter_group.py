@@ -164,16 +164,20 @@ class ParameterGroup:
         module, name = self._owners[i][0]
         parameter = module._parameters.get(name)
         ours = self.parameters[i]
-        if parameter is ours:
+        shape = self.layout.tensor_shapes[i]
+        if parameter is ours and ours.shape == shape:
             return ours
         if not isinstance(parameter, DTensor) or (
             (parameter.shape, parameter.placements, parameter.device_mesh)
-            != (ours.shape, ours.placements, ours.device_mesh)
+            != (shape, ours.placements, ours.device_mesh)
         ):
+            now = type(parameter).__name__
+            if parameter is not None:
+                now = f"a {now} of shape {tuple(parameter.shape)}"
             raise RuntimeError(
-                f"{self.names[i]} was replaced after fully_shard, by {type(parameter).__name__}: a "
-                f"replacement must be a DTensor of shape {tuple(ours.shape)} placed "
-                f"{ours.placements} on the same mesh. Copy values into the parameter instead."
+                f"{self.names[i]} was replaced after fully_shard, by {now}: a replacement must be "
+                f"a DTensor of shape {shape} placed {ours.placements} on the same mesh. Copy "
+                "values into the parameter instead."
             )
         return parameter
 

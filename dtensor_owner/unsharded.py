@@ -222,7 +222,7 @@ _gathered: dict[int, GroupUse] = {}
 
 
 class _SavedWeight(NamedTuple):
-    """Stands in the graph for a view of gathered weights."""
+    """Stands in the graph for a view of gathered weights, ``offset`` elements into them."""
 
     use: GroupUse
     size: torch.Size
@@ -236,14 +236,15 @@ def _pack(tensor: Tensor) -> Tensor | _SavedWeight:
     use = _gathered.get(tensor.untyped_storage().data_ptr())
     if use is None or use.flat is None or tensor.dtype != use.flat.dtype:
         return tensor
-    return _SavedWeight(use, tensor.size(), tensor.stride(), tensor.storage_offset())
+    offset = tensor.storage_offset() - use.flat.storage_offset()
+    return _SavedWeight(use, tensor.size(), tensor.stride(), offset)
 
 
 def _unpack(saved: Tensor | _SavedWeight) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
     flat = saved.use.backward_weights()
-    return flat.as_strided(saved.size, saved.stride, saved.offset)
+    return flat.as_strided(saved.size, saved.stride, flat.storage_offset() + saved.offset)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
 from dtensor_owner.fully_shard import FSDPModule, fully_shard
+from dtensor_owner.layout import ShardLayout
 from dtensor_owner.train.model import GPT
 from placements import distribute_tensor
 from tests.fully_shard_helpers import (
@@ -138,7 +140,15 @@ def test_parameters_that_users_change_are_what_the_next_forward_gathers(change):
 def replaced_by_something_else() -> None:
     model = shard_gpt(make_gpt(), mesh_1d())
     model.blocks[0].mlp.gate.weight = nn.Parameter(torch.zeros(11, 8))
-    with pytest.raises(RuntimeError, match=r"mlp.gate.weight was replaced .* by Parameter"):
+    with pytest.raises(RuntimeError, match=r"mlp.gate.weight was replaced .* by a Parameter"):
+        model(tokens_of(0, 1)[:, 1:])
+    model = shard_gpt(make_gpt(), mesh_1d())
+    model.blocks[0].mlp.gate.weight.data = torch.zeros(12, 8)
+    with pytest.raises(RuntimeError, match=r"by a DTensor of shape \(12, 8\).* of shape \(11, 8\)"):
+        model(tokens_of(0, 1)[:, 1:])
+    model = shard_gpt(make_gpt(), mesh_1d())
+    model.blocks[0].mlp.gate.weight = None
+    with pytest.raises(RuntimeError, match="by NoneType"):
         model(tokens_of(0, 1)[:, 1:])
     model = shard_gpt(make_gpt(), mesh_1d())
     model.blocks[0].mlp.gate.double()
@@ -219,6 +229,41 @@ def test_a_forward_that_raises_leaves_the_model_usable():
     run_ranks(3, forward_that_raises)
 
 
+def forward_that_raises_on_one_rank() -> str:
+    """After all gathers of the forward: nobody waits for the rank that raises."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), FailsOnce())
+    model[2].fail = False
+    reference = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer, mesh=mesh_1d())
+    fully_shard(model, mesh=mesh_1d())
+    x = torch.randn(dist.get_world_size(), 3)
+
+    def compare_a_step() -> None:
+        model.zero_grad()
+        reference.zero_grad()
+        reference(x).square().mean().backward()
+        model(mine(x)).square().mean().backward()
+        assert_same_gradients(model, reference)
+
+    compare_a_step()
+    model[2].fail = dist.get_rank() == 1
+    raised = "nothing"
+    try:
+        model(mine(x))
+    except ArithmeticError as error:
+        raised = str(error)
+    model[2].fail = False
+    compare_a_step()
+    compare_a_step()
+    return raised
+
+
+def test_a_forward_that_raises_on_one_rank_leaves_the_model_usable():
+    assert run_ranks(3, forward_that_raises_on_one_rank) == ["nothing", "on purpose", "nothing"]
+
+
 def changed_between_forward_and_backward() -> None:
     model = shard_gpt(make_gpt(), mesh_1d())
     loss = gpt_loss(model, mine(tokens_of(0, dist.get_world_size())))
@@ -253,6 +298,17 @@ def errors() -> None:
         fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=3)
     with pytest.raises(ValueError, match=r"needs equal shards, because every rank"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, symmetric_memory=True)
+    with pytest.raises(NotImplementedError, match="symmetric_memory has no implementation"):
+        padded = ShardLayout.PADDED
+        fully_shard(nn.Linear(2, 2), mesh=mesh, symmetric_memory=True, shard_layout=padded)
+    elsewhere = SimpleNamespace(device_type="cuda", shape=(2,), ndim=1, mesh_dim_names=None)
+    with pytest.raises(ValueError, match=r"weight is on cpu, but the mesh is of cuda devices"):
+        fully_shard(nn.Linear(2, 2), mesh=elsewhere)
+    sharded = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(NotImplementedError, match=r"is already a DTensor placed \(RowAtomic"):
+        unsharded = nn.Linear(2, 2)
+        unsharded.weight = sharded.weight
+        fully_shard(unsharded, mesh=mesh)
     with pytest.raises(ValueError, match="prefetch must be >= 0, got -1"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, prefetch=-1)
     scalar = nn.Linear(2, 2)

@@ -86,7 +86,7 @@ def save_checkpoint(
         return saved
 
     path = Path(folder)
-    with _faults_on_all_ranks(f"{path} could not be saved"), torch.no_grad():
+    with faults_on_all_ranks(f"{path} could not be saved"), torch.no_grad():
         dcp.save(
             {},
             storage_writer=AtomicWriter(path),
@@ -181,7 +181,7 @@ def read_into(
     """Compare and read on all ranks; what was read waits in the result for its ``commit``."""
     folder = str(getattr(reader, "path", ""))
     loader = Loader(folder, want, strict=strict)
-    with _faults_on_all_ranks(f"{folder} could not be loaded"):
+    with faults_on_all_ranks(f"{folder} could not be loaded"):
         dcp.load(
             {},
             storage_reader=reader,
@@ -363,7 +363,7 @@ def _device_of(model: nn.Module) -> torch.device | None:
 
 
 @contextmanager
-def _faults_on_all_ranks(what: str) -> Iterator[None]:
+def faults_on_all_ranks(what: str) -> Iterator[None]:
     """Turn DCP's report of errors by rank into one error with a text for people."""
     try:
         with warnings.catch_warnings():

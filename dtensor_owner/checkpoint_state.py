@@ -122,17 +122,18 @@ class Target:
     buffer: Tensor
 
     def commit(self) -> None:
-        if self.live is not None:
+        if self.live is not None and self.live is not self.buffer:
             self.live.copy_(self.buffer)
 
 
-def target_of(tensor: Tensor, name: str) -> Target:
-    """The place of a live tensor's values."""
+def target_of(tensor: Tensor, name: str, *, direct: bool = False) -> Target:
+    """The place of a live tensor's values; ``direct`` reads into it without a buffer."""
     if tensor.is_meta:
         raise ValueError(f"{name} is on the meta device: give it memory first, by to_empty().")
     if not isinstance(tensor, DTensor):
         live = tensor.detach()
-        return Target(tuple(tensor.shape), tensor.dtype, whole(live.shape), live, _buffer(live))
+        buffer = live if direct else _buffer(live)
+        return Target(tuple(tensor.shape), tensor.dtype, whole(live.shape), live, buffer)
     with torch.no_grad():
         live = tensor.to_local()
     if tensor.device_mesh.get_coordinate() is None:
@@ -144,7 +145,8 @@ def target_of(tensor: Tensor, name: str) -> Target:
             "torch.distributed.checkpoint.load."
         )
     chunk = chunks[0] if chunks else None
-    return Target(tuple(tensor.shape), tensor.dtype, chunk, live, _buffer(live))
+    buffer = live if direct else _buffer(live)
+    return Target(tuple(tensor.shape), tensor.dtype, chunk, live, buffer)
 
 
 def loose_target(shape: Sequence[int], dtype: torch.dtype) -> Target:

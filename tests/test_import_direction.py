@@ -76,7 +76,7 @@ LAYERS = [
     ["dtensor_owner.fully_shard", "dtensor_owner.muon"],
     ["dtensor_owner.checkpoint_files", "dtensor_owner.checkpoint_state"],
     ["dtensor_owner.checkpoint_plan"],
-    ["dtensor_owner.checkpoint"],
+    ["dtensor_owner.checkpoint", "dtensor_owner.safetensors_io"],
     ["dtensor_owner.tables", "dtensor_owner.mxfp8_report"],
     ["dtensor_owner.muon_groups"],
     ["dtensor_owner.report"],

@@ -1,11 +1,14 @@
 """The owner step beside what people use today, and beside its floors.
 
     python benchmarks/owner_step.py [--ranks 4] [--layers 8 --dim 512 --ffn 1376] [--dtype float32]
+    python benchmarks/owner_step.py --compile-times
 
 All variants run in every round, one after the other, on gloo ranks of this machine with one thread
 each; times are medians over rounds, ratios are medians of the per-round ratios to the hand-written
-owner step (flat buffers, balanced owners, one all_to_all each way, the same quintic). Counts are
-counted, not computed: matrices by a wrapper around Newton-Schulz, bytes by one around the exchange.
+owner step (flat buffers, balanced owners, one all_to_all each way, the plain quintic). Counts are
+counted, not computed: matrices and multiply-adds by a wrapper around Newton-Schulz, bytes by one
+around the exchange, memory by the allocator. ``--compile-times`` reports how long the step of models
+of several sizes takes to compile, on one rank.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Shard
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from dtensor_owner import (
     Muon,
@@ -52,8 +57,10 @@ class Variant:
     step: Callable[[], None]
     num_bytes: int | None = None
     matrices: int = 0
+    multiply_adds: int = 0
     sent: int = 0
     collectives: int = 0
+    peak: int = 0
     seconds: list[float] = field(default_factory=list)
 
 
@@ -72,6 +79,7 @@ def owner_variant(
     shapes: list[tuple[int, int]],
     placements: list[Placement],
     arguments: argparse.Namespace,
+    **options: Any,
 ) -> Variant:
     def placed(seed: int) -> list[Tensor]:
         return [
@@ -84,7 +92,7 @@ def owner_variant(
         param.grad = grad
     compiled = {"compile": True, "backend": arguments.backend} if arguments.backend else {}
     ns_dtype = getattr(torch, arguments.dtype)
-    optimizer = Muon(params, ns_dtype=ns_dtype, **OPTIONS, **compiled)
+    optimizer = Muon(params, ns_dtype=ns_dtype, **OPTIONS, **compiled, **options)
     return Variant(name, optimizer.step, optimizer.bytes_per_step)
 
 
@@ -174,7 +182,8 @@ class HandWritten:
             batches.setdefault(tuple(wide.shape), []).append((position, wide))
         results: list[Any] = [None] * len(owned)
         for members in batches.values():
-            batch = newton_schulz(torch.stack([m for _, m in members]), dtype=self.dtype)
+            stack = torch.stack([m for _, m in members])
+            batch = newton_schulz(stack, dtype=self.dtype, method="plain")
             for (position, _), result in zip(members, batch):
                 tall = owned[position][0] > owned[position][1]
                 results[position] = (result.mT if tall else result).reshape(self.ranks, -1)
@@ -184,21 +193,26 @@ class HandWritten:
 @contextmanager
 def counted(variant: Variant) -> Iterator[None]:
     """Count one step's matrices, bytes sent to other ranks, and collectives."""
-    variant.matrices = variant.sent = variant.collectives = 0
-    inner, exchange, all_to_all = (
-        newton_schulz,
-        muon_step.exchange_flat_async,
-        dist.all_to_all_single,
-    )
+    variant.matrices = variant.multiply_adds = variant.sent = variant.collectives = 0
+    inner, all_to_all = newton_schulz, dist.all_to_all_single
+    exchange, pairs = muon_step.exchange_flat_async, muon_step.exchange_by_pairs
 
     def orthogonalize(batch: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with FlopCounterMode(display=False) as flops:
+            result = inner(batch, *args, **kwargs)
         variant.matrices += batch.shape[0] if batch.ndim == 3 else 1
-        return inner(batch, *args, **kwargs)
+        variant.multiply_adds += flops.get_total_flops() // 2
+        return result
 
     def send(tensor: Tensor, send_numels: Any, *rest: Any) -> Any:
         variant.collectives += 1
         variant.sent += tensor.numel() * tensor.itemsize
         return exchange(tensor, send_numels, *rest)
+
+    def send_pairs(tensor: Tensor, send_numels: Any, *rest: Any) -> Any:
+        variant.collectives += 1
+        variant.sent += tensor.numel() * tensor.itemsize
+        return pairs(tensor, send_numels, *rest)
 
     def send_all(out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int]) -> None:
         variant.collectives += 1
@@ -208,6 +222,7 @@ def counted(variant: Variant) -> Iterator[None]:
     with (
         mock.patch.object(muon_step, "newton_schulz", orthogonalize),
         mock.patch.object(muon_step, "exchange_flat_async", send),
+        mock.patch.object(muon_step, "exchange_by_pairs", send_pairs),
         mock.patch.dict(globals(), newton_schulz=orthogonalize),
         mock.patch.object(dist, "all_to_all_single", send_all),
     ):
@@ -225,11 +240,18 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
         i: ParameterLayout(s, (s[0] * s[1],) + (0,) * (ranks - 1)) for i, s in enumerate(shapes)
     }
     homes = plan_owners([split], cost_fn=ns_flops_cost_fn(5), eligible="any").owners[0]
-    placements = {
-        "owner step, Shard(0)": [Shard(0)] * len(shapes),
-        "owner step, RowAtomic groups": rows_of_groups(layers, arguments.dim, arguments.ffn, ranks),
-        "owner step, Owner at rest": [Owner(homes[i]) for i in range(len(shapes))],
+    sharded: list[Placement] = [Shard(0)] * len(shapes)
+    rows = rows_of_groups(layers, arguments.dim, arguments.ffn, ranks)
+    at_rest: list[Placement] = [Owner(homes[i]) for i in range(len(shapes))]
+    kinds: dict[str, tuple[list[Placement], dict[str, Any]]] = {
+        "Shard(0), plain form": (sharded, {"ns_method": "plain"}),
+        "Shard(0)": (sharded, {}),
+        "RowAtomic groups, plain form": (rows, {"ns_method": "plain"}),
+        "RowAtomic groups": (rows, {}),
+        "Owner at rest": (at_rest, {}),
     }
+    if not arguments.backend:
+        kinds["Shard(0), point-to-point"] = (sharded, {"transport": "point_to_point"})
     share = [data([shapes[i]], 3)[0] for i in by_hand.owned[dist.get_rank()]]
     mine = by_hand.by_owner[dist.get_rank()]
     sent = torch.zeros(sum(by_hand.by_owner), dtype=dtype)
@@ -238,7 +260,8 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
     def only_newton_schulz() -> None:
         for shape in {tuple(sorted(x.shape)) for x in share}:
             wide = [x if x.shape[0] <= x.shape[1] else x.mT for x in share]
-            newton_schulz(torch.stack([x for x in wide if tuple(x.shape) == shape]), dtype=dtype)
+            same = torch.stack([x for x in wide if tuple(x.shape) == shape])
+            newton_schulz(same, dtype=dtype, method="plain")
 
     def only_all_to_all() -> None:
         dist.all_to_all_single(received, sent, [mine] * ranks, by_hand.by_owner)
@@ -246,7 +269,7 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
 
     return [
         Variant("hand-written owner step", by_hand.step),
-        *(owner_variant(n, mesh, shapes, p, arguments) for n, p in placements.items()),
+        *(owner_variant(n, mesh, shapes, p, arguments, **o) for n, (p, o) in kinds.items()),
         Variant("torch.optim.Muon, full_tensor()", FullTensors(mesh, shapes, arguments.dtype).step),
         Variant("floor: its Newton-Schulz alone", only_newton_schulz),
         Variant("floor: its two all_to_all alone", only_all_to_all),
@@ -262,6 +285,7 @@ def run_rank(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -
             variant.step()
         if arguments.backend:
             variant.step()  # compiled here, without the counters
+        variant.peak = peak_of(variant.step)
     for _ in range(arguments.rounds):
         for variant in variants:
             dist.barrier()
@@ -269,7 +293,7 @@ def run_rank(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -
             variant.step()
             dist.barrier()
             variant.seconds.append(time.perf_counter() - start)
-    counts = [(variant.matrices, variant.sent, variant.collectives) for variant in variants]
+    counts = [(v.matrices, v.sent, v.collectives, v.multiply_adds, v.peak) for v in variants]
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, counts)
     if rank == 0:
@@ -277,25 +301,72 @@ def run_rank(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -
     dist.destroy_process_group()
 
 
+def peak_of(step: Callable[[], None]) -> int:
+    """Most bytes that the step had allocated at once, beyond what there was before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    now = peak = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
 def report(variants: list[Variant], everyone: list[Any], arguments: argparse.Namespace) -> None:
     matrices = 7 * arguments.layers
     print(
         f"{matrices} matrices, {arguments.ranks} ranks, {arguments.dtype}, "
-        f"{arguments.rounds} rounds, {arguments.backend or 'eager'}"
+        f"{arguments.rounds} rounds, {arguments.backend or 'eager'}\n"
     )
-    print(f"{'':32} seconds  ratio  NS runs per matrix     bytes sent  plan's count  collectives")
+    print(
+        "| | seconds | ratio | NS runs per matrix | NS GMAC, busiest rank | max/mean | MB sent "
+        "| MB planned | collectives | peak MB |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     first = variants[0].seconds
     for position, variant in enumerate(variants):
-        runs = sum(counts[position][0] for counts in everyone) / matrices
-        sent = sum(counts[position][1] for counts in everyone)
-        if "full_tensor" in variant.name:
-            runs, sent = float(arguments.ranks), 0
+        counts = [of_rank[position] for of_rank in everyone]
+        loads = [multiply_adds for *_, multiply_adds, _ in counts]
+        runs, sent = sum(c[0] for c in counts) / matrices, sum(c[1] for c in counts)
         ratio = statistics.median(a / b for a, b in zip(variant.seconds, first))
-        planned = "" if variant.num_bytes is None else f"{variant.num_bytes:,}"
-        print(
-            f"{variant.name:32} {statistics.median(variant.seconds):7.3f}  {ratio:5.2f}  "
-            f"{runs:18.2f}  {sent:13,}  {planned:>12}  {everyone[0][position][2]:11}"
-        )
+        cells = [f"{statistics.median(variant.seconds):.3f}", f"{ratio:.2f}", f"{runs:.2f}"]
+        if sum(loads):
+            cells += [f"{max(loads) / 1e9:.1f}", f"{max(loads) * len(loads) / sum(loads):.3f}"]
+        else:
+            cells += ["", ""]
+        planned = "" if variant.num_bytes is None else f"{variant.num_bytes / 1e6:.1f}"
+        cells += [f"{sent / 1e6:.1f}", planned, str(counts[0][2])]
+        cells += [f"{max(c[4] for c in counts) / 1e6:.0f}"]
+        if "full_tensor" in variant.name:  # it calls what is not counted here
+            cells[2:8] = [f"{arguments.ranks}.00", "", "", "", "", ""]
+        print(f"| {variant.name} | {' | '.join(cells)} |")
+
+
+def compile_times(arguments: argparse.Namespace) -> None:
+    """Seconds to compile the step, for models of several sizes and numbers of shapes."""
+    torch.set_num_threads(1)
+    print(
+        "| matrices | shapes | backend | first step, s | later step, s |\n|---:|---:|---|---:|---:|"
+    )
+    for number, distinct in ((12, 3), (48, 3), (48, 12), (30, 12)):
+        for backend in ("aot_eager", "inductor"):
+            torch.compiler.reset()
+            shapes = [(64, 64 + 32 * (i % distinct)) for i in range(number)]
+            params = [torch.nn.Parameter(x) for x in data(shapes, 0)]
+            optimizer = Muon(params, compile=True, backend=backend, ns_dtype=torch.float32)
+            for param, grad in zip(params, data(shapes, 1)):
+                param.grad = grad
+            seconds = []
+            for _ in range(4):
+                start = time.perf_counter()
+                optimizer.step()
+                seconds.append(time.perf_counter() - start)
+            later = statistics.median(seconds[2:])
+            print(
+                f"| {number} | {distinct} | {backend} | {seconds[0]:.1f} | {later:.3f} |",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -307,7 +378,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--backend", default="", help="compile the owner step by this backend")
+    parser.add_argument("--compile-times", action="store_true")
     arguments = parser.parse_args()
+    if arguments.compile_times:
+        compile_times(arguments)
+        return
     if arguments.dim % arguments.ranks or arguments.ffn % arguments.ranks:
         parser.error("--dim and --ffn must be multiples of --ranks: the hand-written step needs it")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

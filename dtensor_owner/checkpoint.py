@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dtensor_owner import checkpoint_state as states
@@ -339,6 +340,11 @@ def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in extra.items()
     }
     for key, value in plain.items():
+        if _has_dtensor(value):
+            raise CheckpointError(
+                f"extra[{key!r}] has a DTensor in it, of which only the first rank's part would be "
+                "saved: give it to a module as a parameter or buffer."
+            )
         record = io.BytesIO()
         try:
             torch.save(value, record)
@@ -350,6 +356,14 @@ def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
                 f"be loaded safely: {str(fault).splitlines()[0]}"
             ) from None
     return plain
+
+
+def _has_dtensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_dtensor, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_has_dtensor, value))
+    return isinstance(value, DTensor)
 
 
 def _listed(optimizer: Optimizers | None) -> list[Optimizer]:

@@ -216,17 +216,21 @@ def test_an_existing_checkpoint_is_not_overwritten(saved):
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
 
 
-def _unsafe_extra(folder: str) -> str:
-    model, optimizers = build("plain")
-    with pytest.raises(CheckpointError) as fault:
-        save_checkpoint(folder, model, optimizers, extra={"good": 1, "bad": Path("x")})
+def _unsafe_extra(folder: str) -> list[str]:
+    model, optimizers = build("unpadded")
+    told = []
+    for bad in (Path("x"), [{"weight": model.a}]):
+        with pytest.raises(CheckpointError) as fault:
+            save_checkpoint(folder, model, optimizers, extra={"good": 1, "bad": bad})
+        told.append(str(fault.value))
     assert not Path(folder).exists()
-    return str(fault.value)
+    return told
 
 
 def test_extra_values_that_could_not_be_loaded_are_not_saved(tmp_path):
     for told in run_ranks(2, _unsafe_extra, str(tmp_path / "new")):
-        assert "extra['bad'] of type PosixPath cannot be saved" in told
+        assert "extra['bad'] of type PosixPath cannot be saved" in told[0]
+        assert "extra['bad'] has a DTensor in it" in told[1]
 
 
 # ------------------------------------------------------------- what else belongs to a run

@@ -7,8 +7,8 @@ All variants run in every round, one after the other, on gloo ranks of this mach
 each; times are medians over rounds, ratios are medians of the per-round ratios to the hand-written
 owner step (flat buffers, balanced owners, one all_to_all each way, the plain quintic). Counts are
 counted, not computed: matrices and multiply-adds by a wrapper around Newton-Schulz, bytes by one
-around the exchange, memory by the allocator. ``--compile-times`` reports how long the step of models
-of several sizes takes to compile, on one rank.
+around the exchange, memory by the allocator. ``--compile-times`` reports how long the step of
+models of several sizes takes to compile, on one rank.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """fully_shard beside torch's own: seconds of a training step and peak memory, in turns.
 
-    python benchmarks/fully_shard.py [--ranks 2] [--device cpu] [--hidden 688]
+    python benchmarks/fully_shard.py [--model gpt|equal|padded] [--ranks 2] [--device cpu]
 
-All variants train the same GPT on the same ranks. They take turns, a few steps each, so that
+All variants train the same model on the same ranks. They take turns, a few steps each, so that
 whatever else the machine does hits all of them; what counts are the ratios to torch's
-fully_shard within a round, of which the median and the quartiles are printed. The floor is the
-same model on each rank without any sharding and communication: no variant can be faster.
-Memory is measured in a process of its own for each variant.
+fully_shard and to PADDED within a round, of which the median and the quartiles are printed. The
+floor is the same model on each rank without any sharding and communication: no variant can be
+faster. Memory is measured in a process of its own for each variant. Models: a GPT; blocks of
+square matrices, whose shards are equal in either layout; blocks of matrices whose row sizes have
+few common factors, so that PADDED pads them.
 """
 
 from __future__ import annotations
@@ -23,33 +25,59 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from dtensor_owner.fully_shard import fully_shard
-from dtensor_owner.layout import ShardLayout
+from dtensor_owner.layout import ShardLayout, build_row_atomic_layout
 from dtensor_owner.train.model import GPT, summed_loss
 
-FLOOR, STOCK = "no sharding (floor)", "torch fully_shard"
+FLOOR, STOCK, PADDED = "no sharding (floor)", "torch fully_shard", "PADDED"
 OURS: dict[str, dict[str, Any]] = {
     "UNPADDED": {},
     "UNPADDED, prefetch=0": {"prefetch": 0},
-    "PADDED": {"shard_layout": ShardLayout.PADDED},
+    PADDED: {"shard_layout": ShardLayout.PADDED},
 }
 VARIANTS = [FLOOR, STOCK, *OURS]
 
 
-def build(variant: str, args: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
+class Blocks(nn.Module):
+    """Blocks of matrices between the given widths, back to the first one."""
+
+    def __init__(self, widths: tuple[int, ...], layers: int) -> None:
+        super().__init__()
+        pairs = list(zip(widths, (*widths[1:], widths[0])))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                *(nn.Sequential(nn.Linear(a, b, bias=False), nn.Tanh()) for a, b in pairs)
+            )
+            for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+WIDTHS = {"equal": (448, 448, 448), "padded": (280, 600, 440)}
+
+
+def plain_model(args: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    model = GPT(
-        layers=args.layers, dim=args.dim, heads=8, hidden=args.hidden, context=args.context
-    ).to(args.device)
+    if args.model != "gpt":
+        return Blocks(WIDTHS[args.model], args.layers)
+    return GPT(layers=args.layers, dim=args.dim, heads=8, hidden=args.hidden, context=args.context)
+
+
+def build(variant: str, args: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
+    model = plain_model(args).to(args.device)
     if variant == FLOOR:
         return model
     options = OURS.get(variant, {})
     shard: Callable[..., Any] = torch_fully_shard if variant == STOCK else fully_shard
-    for module in [*model.blocks, model]:
+    for module in [*model.blocks, model]:  # type: ignore[misc]
         # The same for all: weights are gathered in forward and again in backward.
         shard(module, mesh=mesh, reshard_after_forward=True, **options)
     return model
@@ -61,15 +89,22 @@ class Trainee:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         shape = (args.batch, args.context + 1)
         self.tokens = torch.randint(0, 256, shape, device=args.device)
-        self.is_cuda = args.device == "cuda"
+        self.rows = torch.randn(args.batch * args.context, WIDTHS.get(args.model, (1,))[0])
+        self.rows = self.rows.to(args.device)
+        self.is_gpt, self.is_cuda = args.model == "gpt", args.device == "cuda"
+
+    def loss(self) -> Tensor:
+        if not self.is_gpt:
+            return self.model(self.rows).square().mean()
+        logits = self.model(self.tokens[:, :-1])
+        return summed_loss(logits, self.tokens[:, 1:]) / self.tokens[:, 1:].numel()
 
     def seconds(self, steps: int) -> float:
         dist.barrier()
         self._wait()
         start = time.perf_counter()
         for _ in range(steps):
-            logits = self.model(self.tokens[:, :-1])
-            (summed_loss(logits, self.tokens[:, 1:]) / self.tokens[:, 1:].numel()).backward()
+            self.loss().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
         self._wait()
@@ -108,15 +143,21 @@ def measure_time(rank: int, args: argparse.Namespace, folder: str) -> None:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         rounds.append(dict(zip(VARIANTS, slowest.tolist())))
     if rank == 0:
-        print("| variant | ms a step (median) | to torch fully_shard: median | quartiles |")
+        print("| variant | ms a step (median) | to torch fully_shard (quartiles) | to PADDED |")
         print("|---|---:|---:|---:|")
         for variant in VARIANTS:
             milliseconds = statistics.median(r[variant] for r in rounds) / args.steps * 1e3
-            ratios = [r[variant] / r[STOCK] for r in rounds]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            print(f"| {variant} | {milliseconds:.1f} | {middle:.3f} | {low:.3f} to {high:.3f} |")
+            print(
+                f"| {variant} | {milliseconds:.1f} | {ratio(rounds, variant, STOCK)} "
+                f"| {ratio(rounds, variant, PADDED)} |"
+            )
     dist.barrier()
     dist.destroy_process_group()
+
+
+def ratio(rounds: list[dict[str, float]], variant: str, reference: str) -> str:
+    low, middle, high = statistics.quantiles([r[variant] / r[reference] for r in rounds], n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def measure_memory(rank: int, args: argparse.Namespace, folder: str, variant: str) -> None:
@@ -146,16 +187,20 @@ def spawn(function: Callable[..., None], args: argparse.Namespace, *more: Any) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", choices=["gpt", *WIDTHS], default="gpt")
     for name, default in dict(
         ranks=2, layers=4, dim=256, hidden=688, context=128, batch=2, rounds=12, steps=3
     ).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    mesh_free = GPT(
-        layers=args.layers, dim=args.dim, heads=8, hidden=args.hidden, context=args.context
+    model = plain_model(args)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    shapes = [tuple(parameter.shape) for parameter in model.blocks[0].parameters()]  # type: ignore
+    padded = build_row_atomic_layout(shapes, args.ranks, shard_layout=ShardLayout.PADDED)
+    print(
+        f"{args.model} of {count:,} parameters, {args.ranks} ranks, {args.device}; PADDED pads a "
+        f"block by {padded.padding_report().percent:.1f} %\n"
     )
-    count = sum(parameter.numel() for parameter in mesh_free.parameters())
-    print(f"GPT of {count:,} parameters, {args.ranks} ranks, {args.device}\n")
     spawn(measure_time, args)
     print("\n| variant | MiB that training adds to the model, at its peak (largest rank) |")
     print("|---|---:|", flush=True)

@@ -1,6 +1,12 @@
 """Unpadded sharding and owner-computed Muon on top of the ``placements`` package."""
 
 from dtensor_owner.buffer import DBuffer
+from dtensor_owner.checkpoint import (
+    CheckpointError,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from dtensor_owner.exchange import OwnerGatherPlan, OwnerScatterPlan
 from dtensor_owner.fully_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from dtensor_owner.layout import (
@@ -26,6 +32,7 @@ from dtensor_owner.owners import (
     select_ge_2d_params,
 )
 from dtensor_owner.quantized_buffer import QuantizedDBuffer
+from dtensor_owner.safetensors_io import export_safetensors, import_safetensors
 from dtensor_owner.whole_tensors import WholeTensors
 from placements import (
     BlockAtomic,
@@ -74,4 +81,10 @@ __all__ = [
     "build_row_atomic_layout",
     "build_whole_tensor_layout",
     "WholeTensors",
+    "CheckpointError",
+    "export_safetensors",
+    "import_safetensors",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
 ]

@@ -40,6 +40,7 @@ __all__ += ["load_extra", "save_checkpoint"]
 
 Optimizers = Optimizer | Sequence[Optimizer]
 _GROUPS = "optimizer.param_groups."
+_WRAPPED = "dtensor_owner"  # before extra state of modules
 
 
 def save_checkpoint(
@@ -74,14 +75,16 @@ def save_checkpoint(
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
 
     def make(is_coordinator: bool) -> dict[str, Any]:
+        # Tuples around objects: DCP would take dicts and lists apart, and lose empty ones.
         model_state = states.model_state(model)
-        saved: dict[str, Any] = {"model": {**model_state.tensors, **model_state.objects}}
+        objects = {name: (_WRAPPED, value) for name, value in model_state.objects.items()}
+        saved: dict[str, Any] = {"model": {**model_state.tensors, **objects}}
         if optimizers:
             saved["optimizer"] = states.optimizer_state(optimizers, model_state.names)
             if not is_coordinator:
                 del saved["optimizer"]["param_groups"]
         if extra is not None and is_coordinator:
-            saved["extra"] = (_plain_extra(extra),)  # a tuple is one value to DCP
+            saved["extra"] = (_plain_extra(extra),)
         if rng:
             saved["rng"] = {str(rank): (states.rng_state(_device_of(model)),)}
         return saved
@@ -220,7 +223,12 @@ class _Load:
         for name, tensor in self.state.tensors.items():
             wanted.tensors[f"model.{name}"] = states.target_of(tensor, name)
         wanted.known |= {f"model.{name}" for name in self.state.aliases}
-        wanted.objects |= {f"model.{name}" for name in self.state.objects} & saved.keys()
+        for key in {f"model.{name}" for name in self.state.objects} & saved.keys():
+            found = saved[key]
+            if isinstance(found, TensorStorageMetadata):  # saved by torch's own functions
+                wanted.tensors[key] = states.loose_target(found.size, found.properties.dtype)
+            else:
+                wanted.objects.add(key)
         self._want_optimizers(wanted, saved)
         if "extra" in saved:
             wanted.objects.add("extra")
@@ -292,9 +300,14 @@ class _Load:
             stateful.load_state_dict(extra.pop(key))
         loader.commit()
         for name in self.state.objects:
-            if f"model.{name}" in objects:
-                owner, _, _ = name.rpartition(".")
-                self._module(owner).set_extra_state(objects[f"model.{name}"])
+            key, (owner, _, _) = f"model.{name}", name.rpartition(".")
+            if key in objects:
+                value = objects[key]
+                if isinstance(value, tuple) and value[:1] == (_WRAPPED,):
+                    value = value[1]
+                self._module(owner).set_extra_state(value)
+            elif key in loader.wanted.tensors:
+                self._module(owner).set_extra_state(loader.wanted.tensors[key].buffer)
         for (optimizer, parameter), key, value in self._created:
             found = objects[value] if isinstance(value, str) else value
             optimizer.state[parameter][key] = found

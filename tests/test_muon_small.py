@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -250,3 +254,89 @@ def test_groups_added_on_all_ranks():
         set_grads([alone], grads_of([(4, 6), (5, 4), (3,)], step)[:1])
         optimizer.step()
     torch.testing.assert_close(first[0][0], alone.detach(), atol=2e-5, rtol=1e-5)
+
+
+def _owners_given(transport):
+    """FIELD_CASES 15: another plan in every step, such that some ranks have nothing to send."""
+    shapes = [(8, 4), (6, 6), (4, 9), (8, 4), (5, 3), (2, 7)]
+    rows = [(0, 4, 2, 2), (0, 1, 2, 3), (0, 0, 2, 2), (2, 2, 2, 2), (0, 5, 0, 0), (0, 0, 1, 1)]
+    params = [
+        torch.nn.Parameter(distribute_tensor(w, mesh(), [RowAtomic(r)], src_data_rank=None))
+        for w, r in zip(weights_of(shapes), rows)
+    ]
+    optimizer = Muon(params, owners="any", transport=transport, **FP32)
+    plans = [
+        (0, 0, 0, 0, 0, 0),
+        (1, 2, 3, 1, 2, 3),  # rank 0 owns nothing
+        (0, 0, 0, 3, 3, 3),  # rank 0 owns only what it holds nothing of
+        (1, 1, 2, 2, 1, 3),
+        (3, 2, 1, 0, 3, 0),
+    ]
+    moved = []
+    for step, owners in enumerate(plans):
+        prepared = optimizer._prepared
+        (domain, plan), *_ = prepared.plans.items()
+        prepared.plans[domain] = replace(plan, owners=owners)
+        prepared._works.clear()
+        set_grads(params, grads_of(shapes, step))
+        optimizer.step()
+        moved.append(optimizer.bytes_per_step)
+    return [full(p) for p in params], moved
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "point_to_point"])
+def test_ranks_with_nothing_to_send_hold_nobody_up(transport):
+    shapes = [(8, 4), (6, 6), (4, 9), (8, 4), (5, 3), (2, 7)]
+    expected = reference(shapes, 5, lr=0.1)[0]
+    for params, moved in run_ranks(4, _owners_given, transport, timeout=20):
+        assert len(set(moved)) > 1
+        for mine, theirs in zip(params, expected):
+            torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-5)
+
+
+def _many_steps():
+    shapes = [(10, 6), (6, 10)]
+    params = [
+        torch.nn.Parameter(distribute_tensor(w, mesh(), [RowAtomic()], src_data_rank=None))
+        for w in weights_of(shapes)
+    ]
+    optimizer = Muon(params, weight_decay=0.0, **FP32)
+    for step in range(100):
+        before = [full(p).clone() for p in params]
+        set_grads(params, grads_of(shapes, step))
+        optimizer.step()
+    # What the last step added, over lr and the factor of its shape.
+    updates = [(b - full(p)) / 0.1 for b, p in zip(before, params)]
+    return [full(p) for p in params], [updates[0] / (10 / 6) ** 0.5, updates[1]]
+
+
+def test_a_hundred_steps_stay_orthogonal_and_finite():
+    """FIELD_CASES 22: the singular values of whole updates lie in the band of the quintic."""
+    for params, updates in run_ranks(4, _many_steps, timeout=90):
+        assert all(p.isfinite().all() for p in params)
+        for update in updates:
+            values = torch.linalg.svdvals(update)
+            assert values.min() > 0.6 and values.max() < 1.3
+
+
+_PLAN_TEXT = """
+from dtensor_owner import ParameterLayout, plan_owners
+layouts = {i: ParameterLayout((8 + i % 5, 6), ((8 + i % 5) * 3,) * 2) for i in range(12)}
+print(plan_owners([layouts, layouts], bucket_numel=100).to_json())
+"""
+
+
+@pytest.mark.slow
+def test_plans_do_not_depend_on_hash_seeds():
+    """FIELD_CASES 19."""
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", _PLAN_TEXT],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(texts) == 1 and "owners" in texts.pop()

@@ -219,13 +219,12 @@ CASES: list[tuple[str, Any, tuple[str, ...], str]] = [
     ("model", None, ("--dim=32",), r"was saved with --dim 16, here --dim 32"),
     ("steps", None, ("--steps=3",), r"--steps 3: .* is at step 12 already"),
 ]
-PARAMETERS = [
-    pytest.param(*case, id=case[0], marks=[pytest.mark.slow] * (number > 0))
-    for number, case in enumerate(CASES)
-]
 
 
-@pytest.mark.parametrize(("name", "change", "options", "error"), PARAMETERS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "change", "options", "error"), CASES, ids=[case[0] for case in CASES]
+)
 def test_what_cannot_be_resumed_is_one_line(name, change, options, error, unbroken, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(unbroken, out)

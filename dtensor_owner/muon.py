@@ -13,7 +13,7 @@ from dtensor_owner.muon_adamw import ADAMW_DEFAULTS, adamw_step
 from dtensor_owner.muon_agree import agree_on_parameters, options_code, tell_others
 from dtensor_owner.muon_compile import compile_step
 from dtensor_owner.muon_gradients import agree_on_gradients
-from dtensor_owner.muon_matrices import matrices_of
+from dtensor_owner.muon_options import check_group, check_options
 from dtensor_owner.muon_plan import Settings, StepPlan
 from dtensor_owner.muon_prepare import (
     ADAMW,
@@ -138,42 +138,12 @@ class Muon(torch.optim.Optimizer):
         self._compiled: dict[int, tuple[list[BucketWork], Callable[..., None]]] = {}
         params = params if isinstance(params, (Tensor, set, frozenset)) else _listed(params)
         try:
-            self._check_options(params)
+            check_options(params, self._options(), self._adamw_defaults)
             super().__init__(params, defaults)
         except Exception as fault:
             tell_others(fault, params)
             raise
         self._prepare()
-
-    def _check_options(self, params: Any) -> None:
-        if isinstance(params, (Tensor, set, frozenset)):
-            raise TypeError(
-                f"params must be a list of parameters or groups, got a {type(params).__name__}: "
-                "their order has to be the same on every rank."
-            )
-        if self._owners not in ("holders", "any"):
-            raise ValueError(f'owners must be "holders" or "any", got {self._owners!r}.')
-        if self._nonfinite not in ("raise", "skip", "propagate"):
-            raise ValueError(
-                f'nonfinite must be "raise", "skip" or "propagate", got {self._nonfinite!r}.'
-            )
-        if self._transport not in ("all_to_all", "point_to_point"):
-            raise ValueError(
-                f'transport must be "all_to_all" or "point_to_point", got {self._transport!r}.'
-            )
-        if self._transport == "point_to_point" and self._backend is not None:
-            raise ValueError(
-                'A compiled step needs transport="all_to_all": a graph cannot say that a buffer is '
-                "in use until its send is waited for."
-            )
-        for key in ("ranks_per_node", "bucket_numel"):
-            if getattr(self, f"_{key}") < 1:
-                raise ValueError(f"{key} must be >= 1, got {getattr(self, f'_{key}')}.")
-        unknown = self._adamw_defaults.keys() - ADAMW_DEFAULTS.keys() - {"algorithm"}
-        if unknown:
-            raise ValueError(
-                f"adamw has unknown options {sorted(unknown)}; known: {sorted(ADAMW_DEFAULTS)}."
-            )
 
     # ------------------------------------------------------------------ groups and state
 
@@ -194,32 +164,13 @@ class Muon(torch.optim.Optimizer):
             self.defaults = muon_defaults
         group = self.param_groups[-1]
         try:
-            self._check_group(group)
+            check_group(group, len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise
         for param in group["params"]:
             self._init_state(param, group)
         self._agreed = False
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        number = len(self.param_groups) - 1
-        params = group["params"]
-        if len({id(param) for param in params}) != len(params):
-            raise ValueError(f"Group {number} contains a parameter twice: give each one once.")
-        for key in ("lr", "weight_decay", "momentum", "eps"):
-            value = group.get(key, 0.0)
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(f"{key} of group {number} must have one element, got {value}.")
-            if not float(value) >= 0.0:
-                raise ValueError(f"{key} of group {number} must be >= 0, got {float(value)}.")
-        if group["algorithm"] == MUON:
-            settings_of(group)
-            names = group.get("param_names")
-            for position, param in enumerate(params):
-                name = names[position] if names else f"parameter {position} of group {number}"
-                options = {"view": group["matrices"], "split_rows": group["split_rows"]}
-                matrices_of(param, position, name, **options)
 
     def _init_state(self, param: Tensor, group: Mapping[str, Any]) -> None:
         """Create the state before it is needed: its keys are then the same on every rank."""

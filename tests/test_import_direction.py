@@ -71,6 +71,7 @@ LAYERS = [
         "dtensor_owner.muon_prepare",
         "dtensor_owner.muon_agree",
         "dtensor_owner.muon_adamw",
+        "dtensor_owner.muon_options",
         "dtensor_owner.muon_gradients",
     ],
     ["dtensor_owner.fully_shard", "dtensor_owner.muon"],

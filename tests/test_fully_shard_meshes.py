@@ -58,6 +58,45 @@ def test_every_mesh_layout_and_optimizer(mesh_shape, shard_dims, kind, optimizer
     assert len(set(run_ranks(world_size, compare_training, *arguments, timeout=600))) == 1
 
 
+def train_shapes(
+    mesh_shape: tuple[int, ...], shard_dims: tuple[int, ...] | None, kind: ShardLayout, adam: bool
+) -> None:
+    """Ten steps of a convolution, a 3-D stack and fewer rows than ranks, beside one process."""
+    mesh = init_device_mesh(
+        "cpu", mesh_shape, mesh_dim_names=("outer", "inner")[-len(mesh_shape) :]
+    )
+    torch.manual_seed(0)
+    model = Shapes()
+    reference = copy.deepcopy(model)
+    fully_shard(model, mesh=mesh, shard_dims=shard_dims, shard_layout=kind)
+    make = torch.optim.AdamW if adam else torch.optim.SGD
+    optimizers = [make(m.parameters(), lr=0.01) for m in (model, reference)]
+    for step in range(10):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(2 * dist.get_world_size(), 3, 6, generator=generator)
+        reference(x).square().mean().backward()
+        model(mine(x)).square().mean().backward()
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shard_dims", [HSDP, HFSDP])
+def test_ten_steps_of_odd_shapes(shard_dims):
+    run_ranks(4, train_shapes, (2, 2), shard_dims, ShardLayout.PADDED, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adam", [True, False])
+@pytest.mark.parametrize("kind", list(ShardLayout))
+@pytest.mark.parametrize("mesh_shape, shard_dims", MESHES)
+def test_odd_shapes_on_every_mesh(mesh_shape, shard_dims, kind, adam):
+    world_size = torch.Size(mesh_shape).numel()
+    run_ranks(world_size, train_shapes, mesh_shape, shard_dims, kind, adam, timeout=300)
+
+
 def odd_shapes(
     ranks: list[list[int]], shard_dims: tuple[int, ...] | None, options: dict
 ) -> list[tuple[tuple, tuple[int, ...]]]:

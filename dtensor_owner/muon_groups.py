@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -69,9 +70,9 @@ def muon_param_groups(
 ) -> MuonParamGroups:
     """Route a model's parameters: matrices to Muon, the rest to AdamW.
 
-    AdamW gets what has fewer than two dims, weights of embeddings, heads (a linear layer onto as
-    many outputs as some embedding has entries, or one called ``lm_head``, ``head``, ...), and
-    parameters that have several names (tied ones). Shapes are those of the whole parameters, before
+    AdamW gets what has fewer than two dims, weights of embeddings, heads (the one linear layer of
+    an embedding's shape, or one called ``lm_head``, ``head``, ...), and parameters that have
+    several names (tied ones). Shapes are those of the whole parameters, before
     or after sharding. Frozen parameters are in no group.
 
     Args:
@@ -101,12 +102,12 @@ def muon_param_groups(
     _check_patterns(
         [*adamw_names, *muon_names, *split_rows], [n for x in names.values() for n in x]
     )
-    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, _EMBEDDINGS)}
+    head_shapes = _head_shapes(model)
     choices = []
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for key, param in params.items():
         called = names[key]
-        why = _why_not(param, called, owners[key], vocabularies, stacks, convolutions)
+        why = _why_not(param, called, owners[key], head_shapes, stacks, convolutions)
         if param.ndim >= 2 and _matches(called, muon_names):
             why = ""
         elif _matches(called, adamw_names):
@@ -140,7 +141,7 @@ def _why_not(
     param: nn.Parameter,
     names: Sequence[str],
     owners: Sequence[tuple[str, nn.Module]],
-    vocabularies: set[int],
+    head_shapes: set[tuple[int, int]],
     stacks: bool,
     convolutions: bool,
 ) -> str:
@@ -151,7 +152,7 @@ def _why_not(
         return "embedding, tied" if len(names) > 1 else "embedding"
     for path, module in owners:
         called_so = path.rpartition(".")[2] in _HEADS
-        if called_so or (isinstance(module, nn.Linear) and module.out_features in vocabularies):
+        if called_so or (isinstance(module, nn.Linear) and _shape_of(module) in head_shapes):
             return "head"
     if len(names) > 1:
         return f"tied: also {', '.join(names[1:])}"
@@ -160,6 +161,20 @@ def _why_not(
     if param.ndim == 3:
         return "" if stacks else "3-D"
     return "" if param.ndim == 2 else f"{param.ndim}-D"
+
+
+def _head_shapes(model: nn.Module) -> set[tuple[int, int]]:
+    """Shapes that an embedding has and one linear layer.
+
+    Several linear layers of such a shape are no heads: positions may be as many as a model is wide.
+    """
+    linear = Counter(_shape_of(m) for m in model.modules() if isinstance(m, nn.Linear))
+    embeddings = (m for m in model.modules() if isinstance(m, _EMBEDDINGS))
+    return {s for m in embeddings if linear[s := (m.num_embeddings, m.embedding_dim)] == 1}
+
+
+def _shape_of(linear: nn.Linear) -> tuple[int, int]:
+    return linear.out_features, linear.in_features
 
 
 def _is_any(owners: Sequence[tuple[str, nn.Module]], types: tuple[type, ...]) -> bool:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from dtensor_owner import Muon, fully_shard, muon_param_groups, muon_step
+from dtensor_owner.train.model import GPT
 from placements import Owner, distribute_tensor
 from tests.ranks import run_ranks
 
@@ -92,6 +93,14 @@ def test_embeddings_and_heads_whatever_their_name(name, tied):
     # Control: by dims alone they would be Muon's.
     both = muon_param_groups(Toy(tied, name), muon_names=["out.*", f"{name}.*"])
     assert f"{name}.weight" in by_algorithm(both)["muon"]
+
+
+def test_as_many_positions_as_the_model_is_wide():
+    """Linear layers of the position embedding's shape are no heads."""
+    model = GPT(layers=2, dim=16, heads=2, hidden=21, context=16)
+    muon = by_algorithm(muon_param_groups(model))["muon"]
+    assert len(muon) == 2 * 7
+    assert "blocks.0.attention.q.weight" in muon
 
 
 def test_options_choose():

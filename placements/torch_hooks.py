@@ -35,6 +35,7 @@ from torch.distributed.tensor._ops.single_dim_strategy import (
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
 
 from placements.block_atomic import BlockAtomic
 from placements.boxes import box_shape, check_placements, is_held, is_ours, local_box, normalized
@@ -115,6 +116,7 @@ def install(propagate: Propagate, handlers: dict[Any, Handler]) -> None:
     _hook_handlers(handlers)
     _hook_tensor_methods()
     _hook_checkpoints()
+    _keep_collectives_where_they_were_traced()
     DTensorSpec._check_equals = _check_equals_hook(DTensorSpec._check_equals)  # type: ignore[method-assign]
     DTensor._placements_hooks = True  # type: ignore[attr-defined]
 
@@ -152,6 +154,35 @@ def _replace_everywhere(name: str, home: Any, make: Callable[[Any], Any]) -> Non
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("torch.") and getattr(module, name, None) is original:
             setattr(module, name, replacement)
+
+
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _keep_collectives_where_they_were_traced() -> None:
+    """Leave a collective of a compiled forward out of its backward, and the other way round.
+
+    Inductor's partitioner copies into the backward graph whatever it can compute from what that
+    graph has, then drops what is not used, but not collectives. What it has differs from rank to
+    rank with uneven shards, so that a rank would take part in a collective that others are not in.
+    """
+    from torch._functorch import config, partitioners
+
+    def stays(node: torch.fx.Node) -> bool:
+        is_collective = getattr(node.target, "namespace", None) == "_c10d_functional"
+        recomputed = node.meta.get("recompute") in _RECOMPUTED  # by activation checkpointing
+        free = config.unsafe_allow_optimization_of_collectives
+        return is_collective and not recomputed and not free
+
+    def extended(stock: Callable[..., bool], *, backward: bool) -> Callable[..., bool]:
+        def must_be_in(node: torch.fx.Node) -> bool:
+            is_backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+            return stock(node) or (stays(node) and is_backward is backward)
+
+        return functools.wraps(stock)(must_be_in)
+
+    partitioners._must_be_in_forward = extended(partitioners._must_be_in_forward, backward=False)
+    partitioners._must_be_in_backward = extended(partitioners._must_be_in_backward, backward=True)
 
 
 def _redistribute_hook(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -186,8 +186,10 @@ def module_case(backend: str) -> list[str]:
     return wrong
 
 
-def test_module_parameters_and_closures() -> None:
-    assert run_ranks(3, module_case, "aot_eager", timeout=120) == [[]] * 3
+# The second one cuts forward and backward apart as inductor does, by what each rank's graph has.
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+def test_module_parameters_and_closures(backend: str) -> None:
+    assert run_ranks(3, module_case, backend, timeout=120) == [[]] * 3
 
 
 def group_case(order: list, backend: str) -> list[str]:
@@ -268,19 +270,20 @@ def test_a_mesh_may_first_be_used_in_a_compiled_function() -> None:
     assert run_ranks(3, first_use_case, timeout=120) == [[]] * 3
 
 
-def inductor_case() -> list[str]:
+def inductor_case(case: Callable[[str], list[str]]) -> list[str]:
     # A cache of its own: kernels that a stopped process left half written have crashed.
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
     ):
-        return ops_case("inductor")[:3] + module_case("inductor")[:3]
+        return case("inductor")[:3]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_inductor_gives_the_same() -> None:
-    assert run_ranks(3, inductor_case, timeout=600) == [[]] * 3
+@pytest.mark.parametrize("case", [ops_case, module_case])
+def test_inductor_gives_the_same(case: Callable[[str], list[str]]) -> None:
+    assert run_ranks(3, inductor_case, case, timeout=600) == [[]] * 3
 
 
 def optimizer_case() -> list[str]:

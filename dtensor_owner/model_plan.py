@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from dtensor_owner.layout import GlobalLayout, ShardLayout, build_row_atomic_layout
 from dtensor_owner.muon_groups import MuonParamGroups, muon_param_groups
@@ -53,6 +54,11 @@ def load_model(source: str) -> nn.Module:
         raise UsageError(f"{source}: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"{source} returned a {type(model).__name__}, not an nn.Module")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise UsageError(
+                f"{source}: {name} has no shape before a first forward (a lazy module)"
+            )
     return model
 
 
@@ -227,7 +233,7 @@ def plan_model(
         owner_groups.append(dict(enumerate(found for _, found in matrices)))
     owners = plan_owners(
         owner_groups,
-        cost_fn=ns_flops_cost_fn(ns_steps),
+        cost_fn=ns_flops_cost_fn(ns_steps, method="auto"),  # as Muon counts by default
         eligible=eligible,  # type: ignore[arg-type]
         replicas=replicas,
         ranks_per_node=ranks_per_node,

@@ -94,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(f"{args.model}: {error}") from error
     if args.json is not None:
-        args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
+        try:
+            args.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
+        except OSError as error:
+            raise UsageError(f"--json {args.json}: {error.strerror}") from error
     if args.choices:
         print(plan.choices, end="\n\n")
     print(plan)

@@ -44,14 +44,18 @@ class GroupReport:
 
     @property
     def padded_padding_bytes(self) -> int:
-        """Bytes of padding that the padded layout of the same parameters stores."""
+        """Bytes of padding that the padded layout of the same parameters stores.
+
+        It takes whole blocks only: parameters that end within a block count as rounded up.
+        """
+        block = self.layout.block_size
         padded = build_row_atomic_layout(
-            self.layout.tensor_shapes,
+            [(-(-rows // block) * block, *rest) for rows, *rest in self.layout.tensor_shapes],
             self.layout.dp_size,
-            block_size=self.layout.block_size,
+            block_size=block,
             shard_layout=ShardLayout.PADDED,
         )
-        return (padded.size - padded.payload) * self.itemsize
+        return (padded.size - self.layout.payload) * self.itemsize
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import expecttest
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_owner import cli
 from dtensor_owner.model_plan import load_model, plan_model
+from dtensor_owner.train.config import TrainConfig
 from dtensor_owner.train.model import GPT
+from dtensor_owner.train.setup import build_model, build_sharded
+from tests.ranks import run_ranks
 
 HERE = "tests.test_plan_command"
 
@@ -30,6 +36,10 @@ def experts() -> nn.Module:
 
 def no_matrices() -> nn.Module:
     return nn.LayerNorm(4)
+
+
+def lazy() -> nn.Module:
+    return nn.LazyLinear(4)
 
 
 class PlanText(expecttest.TestCase):
@@ -60,6 +70,27 @@ def test_a_step_sends_what_owners_lack_and_all_replicas_get_results():
     assert plan.owners.total_numel == total
     assert plan.step_bytes == 2 * plan.owners.moved_numel + total
     assert len(plan.owners.loads) == 6
+
+
+def _train_plan(config: TrainConfig) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return build_sharded(config, mesh).plan.to_dict()
+
+
+def test_a_run_has_the_owners_and_bytes_of_the_plan():
+    config = TrainConfig(layers=1)  # its gates are worth the Gram form of Newton-Schulz
+    [run_plan, *_] = run_ranks(4, _train_plan, config)
+    plan = plan_model(build_model(config), 4, itemsize=4).to_dict()
+    assert plan["owners"] == run_plan["owners"]
+    assert plan["loads"] == run_plan["newton_schulz_loads"]
+    assert plan["step_bytes"] == run_plan["step_bytes"] > 0
+
+
+def test_blocks_that_do_not_divide_the_rows():
+    plan = plan_model(small_gpt(), 3, block_size=32, itemsize=1)
+    [blocks, *_] = plan.groups
+    assert blocks.padding_bytes == 0 < blocks.padded_padding_bytes
+    assert "if padded" in str(plan)
 
 
 def test_experts_of_a_stack_have_owners_of_their_own():
@@ -105,6 +136,11 @@ def test_headers_of_files_are_enough(tmp_path: Path):
         ([f"{HERE}:GPT"], "TypeError: GPT.__init__() missing 5 required"),
         ([f"{HERE}:run"], "TypeError"),
         ([f"{HERE}:no_matrices"], "No parameter of this LayerNorm is Muon's"),
+        ([f"{HERE}:lazy"], "weight has no shape before a first forward"),
+        (
+            [f"{HERE}:small_gpt", "--json", "/nowhere/plan.json"],
+            "--json /nowhere/plan.json: No such",
+        ),
         ([f"{HERE}:small_gpt", "--replicas", "0"], "--replicas 0: must be at least 1"),
         (["tests"], "tests: no .safetensors files in this folder"),
         ([__file__], "Error while deserializing header"),

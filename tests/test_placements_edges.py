@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from placements import BlockAtomic, Owner, RowAtomic, distribute_tensor
 from tests.ranks import run_ranks
@@ -247,3 +247,29 @@ def mixed_case() -> list[str]:
 def test_plain_tensors_beside_placed_ones_are_refused() -> None:
     for messages in run_ranks(2, mixed_case):
         assert len(messages) == 2 and all("DTensor" in message for message in messages)
+
+
+def from_local_case(run_check: bool) -> list[str]:
+    """Rank 1 alone gives a local tensor of another shape."""
+    mesh = init_device_mesh("cpu", (3,))
+    found = []
+    for placement, rows in ((RowAtomic((2, 0, 3)), (2, 0, 3)), (Owner(2), (0, 0, 5))):
+        mine = rows[dist.get_rank()]
+        columns = 4 if mine or placement == RowAtomic((2, 0, 3)) else 0
+        local = torch.ones(mine + (dist.get_rank() == 1), columns)
+        try:
+            DTensor.from_local(
+                local, mesh, [placement], run_check=run_check, shape=(5, 4), stride=(4, 1)
+            )
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("taken")
+    return found
+
+
+def test_a_wrong_local_shape_is_refused_on_every_rank_where_ranks_check() -> None:
+    for messages in run_ranks(3, from_local_case, True):
+        assert "taken" not in messages
+    unchecked = run_ranks(3, from_local_case, False)
+    assert "taken" not in unchecked[1] and unchecked[0] == unchecked[2] == ["taken"] * 2

@@ -259,3 +259,6 @@ def test_checkpoints_of_another_run_are_not_taken_over(tmp_path):
     assert find(_config(tmp_path / "new")) is None
     with pytest.raises(UsageError, match="no complete checkpoint there"):
         find(_config(tmp_path, resume=tmp_path / "checkpoints" / "step-00000020"))
+
+
+pytestmark = pytest.mark.slow  # minutes on a busy machine

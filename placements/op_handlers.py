@@ -1,4 +1,4 @@
-"""Ops that no sharding rule can express: random numbers, equality, grad scaling."""
+"""Ops that no sharding rule can express: random numbers, equality, shifts, grad scaling."""
 
 from __future__ import annotations
 
@@ -123,6 +123,15 @@ def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     found_inf.copy_(found)
 
 
+def _shift(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x << y`` and ``x >> y`` by the names that torch's dispatcher knows what to do with.
+
+    It takes ``aten::__lshift__`` for an in-place op, because of the name's end, and returns ``x``.
+    """
+    is_left = op._schema.name == "aten::__lshift__"
+    return (torch.bitwise_left_shift if is_left else torch.bitwise_right_shift)(*args, **kwargs)
+
+
 def _ops(handler: Handler, *names: str) -> dict[Any, Handler]:
     found = {}
     for name in names:
@@ -148,6 +157,8 @@ HANDLERS: dict[Any, Handler] = {
     **_ops(_random_like, "rand_like", "randn_like", "randint_like", "randint_like.low_dtype"),
     **_ops(_dropout, "native_dropout"),
     **_ops(_compare, "equal", "allclose"),
+    **_ops(_shift, "__lshift__.Scalar", "__lshift__.Tensor"),
+    **_ops(_shift, "__rshift__.Scalar", "__rshift__.Tensor"),
     **_ops(_unscale, "_amp_foreach_non_finite_check_and_unscale_"),
     **_ops(
         _on_whole_inputs, "convolution", "convolution_backward", "bernoulli", "argmax", "argmin"

@@ -45,6 +45,8 @@ aten = torch.ops.aten
 Family = Callable[[OpCall], tuple[Callable[[int], list[Rule]], LocalOp | None]]
 _MASKS = (torch.bool, torch.uint8)
 _JOINS = (aten.cat.default, aten.stack.default)
+# Their kernels raise on a rank that holds no rows, on it alone.
+_FAIL_ON_NOTHING = (aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default)
 FAMILIES: dict[Any, Family] = {**REDUCTIONS, **VIEWS}
 
 
@@ -64,6 +66,7 @@ def propagate(schema: OpSchema) -> OutputSharding:
         raise call.refuse("its inputs live on different meshes.")
     _check_kind(call)
     _check_without_elements(call)
+    _check_out(call)
     rules_on, local_op = _family(call)
     rules = [_choose(call, mesh_dim, rules_on) for mesh_dim in range(call.mesh.ndim)]
     inputs = [_wanted(call, rules, i) for i in range(len(call.specs))]
@@ -81,6 +84,7 @@ def _family(call: OpCall) -> tuple[Callable[[int], list[Rule]], LocalOp | None]:
         return family(call)
     info = call.propagator.op_single_dim_strategy_funcs.get(call.op)
     usable = info is not None and call.op not in call.propagator.op_to_scalar_shape_adjuster
+    usable = usable and call.op not in _FAIL_ON_NOTHING
     if usable:
         return _single_dim_rules(call, info), None
     # One owner can run any op, and any op is right on whole tensors. A view of a gathered copy
@@ -119,6 +123,19 @@ def _check_without_elements(call: OpCall) -> None:
     args, kwargs = call.rebuild(leaves)
     with torch.no_grad():
         call.op(*args, **kwargs)
+
+
+def _check_out(call: OpCall) -> None:
+    """``out=`` of another shape is resized by torch; the tensor around the part would not know."""
+    if not any(argument.is_out for argument in call.op._schema.arguments):
+        return
+    written = [spec for spec, writes in zip(call.specs, call.mutated, strict=True) if writes]
+    for spec, meta in zip(written, call.output_metas, strict=False):
+        if tuple(spec.shape) != tuple(meta.shape):
+            raise call.refuse(
+                f"the result has shape {tuple(meta.shape)} and is to be written into one of shape "
+                f"{tuple(spec.shape)}; no DTensor is resized."
+            )
 
 
 def _whole_scalar(call: OpCall) -> OutputSharding:

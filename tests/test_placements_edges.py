@@ -273,3 +273,31 @@ def test_a_wrong_local_shape_is_refused_on_every_rank_where_ranks_check() -> Non
         assert "taken" not in messages
     unchecked = run_ranks(3, from_local_case, False)
     assert "taken" not in unchecked[1] and unchecked[0] == unchecked[2] == ["taken"] * 2
+
+
+def shifts_and_out_case() -> list[str]:
+    """Shifts and transforms beside the plain tensor; ``out=`` of another shape."""
+    mesh = init_device_mesh("cpu", (3,))
+    numbers, x = torch.arange(7), values((7, 4), 1)
+    found = []
+    for placement in (RowAtomic((5, 0, 2)), Owner(1), Replicate()):
+        if placement != Replicate():  # stock placements are torch's own affair
+            placed = distribute_tensor(numbers, mesh, [placement])
+            for run in (lambda n: n << 1, lambda n: n >> 1, lambda n: n << n, lambda n: n >> n):
+                torch.testing.assert_close(run(placed).full_tensor(), run(numbers))
+        spectrum = torch.fft.rfft(distribute_tensor(x, mesh, [placement]), dim=1)
+        torch.testing.assert_close(spectrum.abs().full_tensor(), torch.fft.rfft(x, dim=1).abs())
+    for placement in (RowAtomic((5, 0, 2)), Owner(1)):
+        placed = distribute_tensor(x, mesh, [placement])
+        into = torch.empty_like(placed)
+        torch.exp(placed, out=into)
+        torch.testing.assert_close(into.full_tensor(), x.exp())
+        with pytest.raises(NotImplementedError) as error:
+            torch.exp(placed, out=torch.empty_like(placed[:, :1]))
+        found.append(str(error.value))
+    return found
+
+
+def test_shifts_transforms_and_out_of_another_shape() -> None:
+    for messages in run_ranks(3, shifts_and_out_case):
+        assert all("no DTensor is resized" in message for message in messages)

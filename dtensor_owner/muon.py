@@ -313,6 +313,8 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _is_stale(self, prepared: Prepared) -> bool:
+        if not all(self.state.get(member.param) for member in prepared.members):
+            return True  # state that was taken away is made anew where all ranks prepare
         try:
             return not (self._agreed and prepared.is_current(self._settings()))
         except Exception:  # an option that cannot be used: said to all ranks when they compare

@@ -367,3 +367,18 @@ def _good_step_after_a_bad_one():
 
 def test_put_right_it_goes_on():
     assert "lr=5.0" in same_error(_good_step_after_a_bad_one)
+
+
+def _state_taken_away():
+    params = parameters()
+    optimizer = Muon(params, **IN_FP32)
+    set_grads(params, grads_of(SHAPES, 0))
+    optimizer.step()
+    if odd():
+        optimizer.state.clear()
+    optimizer.step()
+    return all("momentum_buffer" in optimizer.state[param] for param in params)
+
+
+def test_state_that_one_rank_has_lost_is_made_anew():
+    assert all(run_ranks(3, _state_taken_away, timeout=60))

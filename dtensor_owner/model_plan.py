@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from dtensor_owner.layout import GlobalLayout, ShardLayout, build_row_atomic_layout
 from dtensor_owner.muon_groups import MuonParamGroups, muon_param_groups
 from dtensor_owner.owners import OwnerPlan, ParameterLayout, ns_flops_cost_fn, plan_owners
-from dtensor_owner.report import GroupReport
-from dtensor_owner.tables import table
+from dtensor_owner.report import GroupReport, group_lines, stored_bytes
 from dtensor_owner.usage import UsageError
 
 #: How embeddings and heads are called in files, where nothing else tells them from matrices.
@@ -112,11 +110,6 @@ class ModelPlan:
     itemsize: int
 
     @property
-    def rank_bytes(self) -> list[int]:
-        """Bytes of parameters by rank of one replica."""
-        return [sum(ranks) for ranks in zip(*(group.rank_bytes for group in self.groups))]
-
-    @property
     def step_bytes(self) -> int:
         """What an optimizer step sends: pieces to their owners, results to all replicas."""
         there = self.owners.moved_numel
@@ -128,10 +121,7 @@ class ModelPlan:
         return {
             "num_shards": self.num_shards,
             "replicas": self.replicas,
-            "payload_bytes": sum(group.payload_bytes for group in self.groups),
-            "padding_bytes": sum(group.padding_bytes for group in self.groups),
-            "padded_layout_padding_bytes": sum(g.padded_padding_bytes for g in self.groups),
-            "rank_bytes": self.rank_bytes,
+            **stored_bytes(self.groups),
             "owners": dict(self._owned()),
             "loads": list(self.owners.loads),
             "max_over_mean": self.owners.imbalance,
@@ -144,43 +134,17 @@ class ModelPlan:
 
     def __str__(self) -> str:
         copies = f", {self.replicas} replicas" if self.replicas > 1 else ""
-        first_line, *ranks = str(self.owners).splitlines()
         return "\n".join(
             [
                 f"Plan for {self.num_shards} shards{copies}",
                 "",
-                *self._group_lines(),
+                *group_lines(self.groups, merged=True),
                 "",
-                first_line,
-                *ranks,
+                str(self.owners),
                 "",
                 f"An optimizer step sends {self.step_bytes:,} bytes between ranks.",
             ]
         )
-
-    def _group_lines(self) -> list[str]:
-        rows = [("parameter group", "tensors", "payload", "padding", "if padded", "bytes a rank")]
-        alike = groupby(self.groups, key=lambda group: (group.layout, group.itemsize))
-        for _, members in alike:  # blocks of one kind that follow each other are one line
-            first, *others = members
-            name = f"{first.name} to {others[-1].name}, each" if others else first.name
-            rows.append(_row(name, [first], first.rank_bytes))
-        rows.append(_row("all", self.groups, self.rank_bytes))
-        return table(rows, left=1)
-
-
-def _row(
-    name: str, groups: Sequence[GroupReport], ranks: Sequence[int]
-) -> tuple[str, str, str, str, str, str]:
-    low, high = min(ranks), max(ranks)
-    return (
-        name,
-        f"{sum(len(group.layout.tensor_shapes) for group in groups):,}",
-        f"{sum(group.payload_bytes for group in groups):,}",
-        f"{sum(group.padding_bytes for group in groups):,}",
-        f"{sum(group.padded_padding_bytes for group in groups):,}",
-        f"{low:,}" if low == high else f"{low:,} to {high:,}",
-    )
 
 
 def plan_model(

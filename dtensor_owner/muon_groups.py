@@ -90,43 +90,27 @@ def muon_param_groups(
     Raises:
         ValueError: Nothing is left for Muon, or a pattern matches no parameter.
     """
-    names: dict[int, list[str]] = {}
-    owners: dict[int, list[tuple[str, nn.Module]]] = {}
-    params: dict[int, nn.Parameter] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            params[id(param)] = param
-            names.setdefault(id(param), []).append(f"{path}.{name}" if path else name)
-            owners.setdefault(id(param), []).append((path, module))
+    found = _found_in(model)
     split_rows = split_rows or {}
-    _check_patterns(
-        [*adamw_names, *muon_names, *split_rows], [n for x in names.values() for n in x]
-    )
+    every_name = [name for each in found for name in each.names]
+    _check_patterns([*adamw_names, *muon_names, *split_rows], every_name)
     head_shapes = _head_shapes(model)
     choices = []
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for key, param in params.items():
-        called = names[key]
-        why = _why_not(param, called, owners[key], head_shapes, stacks, convolutions)
-        if param.ndim >= 2 and _matches(called, muon_names):
+    for each in found:
+        why = _why_not(each, head_shapes, stacks, convolutions)
+        if each.param.ndim >= 2 and each.is_called(muon_names):
             why = ""
-        elif _matches(called, adamw_names):
+        elif each.is_called(adamw_names):
             why = "by adamw_names"
-        algorithm = "adamw" if why else "muon"
-        options: dict[str, Any] = {"algorithm": algorithm}
-        if not why:
-            is_stack = param.ndim == 3 and not _is_any(owners[key], _CONVOLUTIONS)
-            options |= {"matrices": "stack"} if is_stack else {}
-            for pattern, rows in split_rows.items():
-                if _matches(called, [pattern]):
-                    options["split_rows"] = tuple(rows)
-            why = _described(param, options)
-        if not param.requires_grad:
-            algorithm, why = "none", "frozen"
-        else:
+        options = {"algorithm": "adamw"} if why else _muon_options(each, split_rows)
+        algorithm, why = options["algorithm"], why or _described(each.param, options)
+        if each.param.requires_grad:
             entry = groups.setdefault(tuple(options.items()), {"params": [], **options})
-            entry["params"].append((called[0], param))
-        choices.append(Choice(called[0], tuple(param.shape), algorithm, why))
+            entry["params"].append((each.names[0], each.param))
+        else:
+            algorithm, why = "none", "frozen"
+        choices.append(Choice(each.names[0], tuple(each.param.shape), algorithm, why))
     ordered = [
         {**group, **((muon if group["algorithm"] == "muon" else adamw) or {})}
         for group in sorted(groups.values(), key=lambda group: group["algorithm"] == "adamw")
@@ -137,30 +121,61 @@ def muon_param_groups(
     return chosen
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A parameter with all its names, and the modules that have it, with their paths."""
+
+    param: nn.Parameter
+    names: list[str]
+    owners: list[tuple[str, nn.Module]]
+
+    def is_called(self, patterns: Sequence[str]) -> bool:
+        return _matches(self.names, patterns)
+
+    def is_in(self, types: tuple[type, ...]) -> bool:
+        return any(isinstance(module, types) for _, module in self.owners)
+
+
+def _found_in(model: nn.Module) -> list[_Found]:
+    found: dict[int, _Found] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            each = found.setdefault(id(param), _Found(param, [], []))
+            each.names.append(f"{path}.{name}" if path else name)
+            each.owners.append((path, module))
+    return list(found.values())
+
+
 def _why_not(
-    param: nn.Parameter,
-    names: Sequence[str],
-    owners: Sequence[tuple[str, nn.Module]],
-    head_shapes: set[tuple[int, int]],
-    stacks: bool,
-    convolutions: bool,
+    each: _Found, head_shapes: set[tuple[int, int]], stacks: bool, convolutions: bool
 ) -> str:
     """Why a parameter is not Muon's; empty if it is."""
-    if param.ndim < 2:
-        return f"{param.ndim}-D"
-    if _is_any(owners, _EMBEDDINGS):
-        return "embedding, tied" if len(names) > 1 else "embedding"
-    for path, module in owners:
+    ndim = each.param.ndim
+    if ndim < 2:
+        return f"{ndim}-D"
+    if each.is_in(_EMBEDDINGS):
+        return "embedding, tied" if len(each.names) > 1 else "embedding"
+    for path, module in each.owners:
         called_so = path.rpartition(".")[2] in _HEADS
         if called_so or (isinstance(module, nn.Linear) and _shape_of(module) in head_shapes):
             return "head"
-    if len(names) > 1:
-        return f"tied: also {', '.join(names[1:])}"
-    if _is_any(owners, _CONVOLUTIONS):
+    if len(each.names) > 1:
+        return f"tied: also {', '.join(each.names[1:])}"
+    if each.is_in(_CONVOLUTIONS):
         return "" if convolutions else "convolution"
-    if param.ndim == 3:
+    if ndim == 3:
         return "" if stacks else "3-D"
-    return "" if param.ndim == 2 else f"{param.ndim}-D"
+    return "" if ndim == 2 else f"{ndim}-D"
+
+
+def _muon_options(each: _Found, split_rows: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    options: dict[str, Any] = {"algorithm": "muon"}
+    if each.param.ndim == 3 and not each.is_in(_CONVOLUTIONS):
+        options["matrices"] = "stack"
+    for pattern, rows in split_rows.items():
+        if each.is_called([pattern]):
+            options["split_rows"] = tuple(rows)
+    return options
 
 
 def _head_shapes(model: nn.Module) -> set[tuple[int, int]]:
@@ -175,10 +190,6 @@ def _head_shapes(model: nn.Module) -> set[tuple[int, int]]:
 
 def _shape_of(linear: nn.Linear) -> tuple[int, int]:
     return linear.out_features, linear.in_features
-
-
-def _is_any(owners: Sequence[tuple[str, nn.Module]], types: tuple[type, ...]) -> bool:
-    return any(isinstance(module, types) for _, module in owners)
 
 
 def _described(param: nn.Parameter, options: Mapping[str, Any]) -> str:

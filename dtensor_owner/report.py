@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from dtensor_owner.layout import GlobalLayout, ShardLayout, build_row_atomic_layout
@@ -79,6 +80,42 @@ class MatrixReport:
     moved_bytes: int
 
 
+def stored_bytes(groups: Sequence[GroupReport]) -> dict[str, Any]:
+    """What groups take together, as JSON can hold it."""
+    return {
+        "payload_bytes": sum(group.payload_bytes for group in groups),
+        "padding_bytes": sum(group.padding_bytes for group in groups),
+        "padded_layout_padding_bytes": sum(group.padded_padding_bytes for group in groups),
+        "rank_bytes": [sum(ranks) for ranks in zip(*(group.rank_bytes for group in groups))],
+    }
+
+
+def group_lines(groups: Sequence[GroupReport], *, merged: bool = False) -> list[str]:
+    """A table of groups; ``merged``: blocks of one layout that follow each other are one line."""
+    header = ("parameter group", "tensors", "payload", "padding", "if padded", "bytes a rank")
+    kinds = [[group] for group in groups]
+    if merged:
+        same = groupby(groups, key=lambda group: (group.layout, group.itemsize))
+        kinds = [list(alike) for _, alike in same]
+    rows = [
+        _row(f"{kind[0].name} to {kind[-1].name}, each" if kind[1:] else kind[0].name, kind[:1])
+        for kind in kinds
+    ]
+    return table([header, *rows, _row("all", groups)], left=1)
+
+
+def _row(name: str, groups: Sequence[GroupReport]) -> tuple[str, str, str, str, str, str]:
+    stored = stored_bytes(groups)
+    return (
+        name,
+        f"{sum(len(group.layout.tensor_shapes) for group in groups):,}",
+        f"{stored['payload_bytes']:,}",
+        f"{stored['padding_bytes']:,}",
+        f"{stored['padded_layout_padding_bytes']:,}",
+        _span(stored["rank_bytes"]),
+    )
+
+
 def matrix_reports(plan: StepPlan) -> list[MatrixReport]:
     """The matrices of a Muon plan, in the plan's order."""
     bucket_of = {index: bucket for bucket in plan.buckets for index in bucket.matrices}
@@ -132,10 +169,7 @@ class PlanReport:
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON can hold it; sizes in bytes."""
         return {
-            "payload_bytes": sum(group.payload_bytes for group in self.groups),
-            "padding_bytes": sum(group.padding_bytes for group in self.groups),
-            "padded_layout_padding_bytes": sum(g.padded_padding_bytes for g in self.groups),
-            "rank_bytes": self._rank_bytes(),
+            **stored_bytes(self.groups),
             "owners": {matrix.name: matrix.owner for matrix in self.matrices},
             "newton_schulz_loads": self.loads,
             "newton_schulz_max_over_mean": self.imbalance,
@@ -143,40 +177,14 @@ class PlanReport:
             "mxfp8": [group.to_dict() for group in self.mxfp8],
         }
 
-    def _rank_bytes(self) -> list[int]:
-        return [sum(ranks) for ranks in zip(*(group.rank_bytes for group in self.groups))]
-
     def __str__(self) -> str:
-        lines = [f"Plan for {self.world_size} ranks", "", *self._group_lines()]
+        lines = [f"Plan for {self.world_size} ranks", "", *group_lines(self.groups)]
         if self.mxfp8:
             lines += ["", *mxfp8_lines(self.mxfp8)]
         if self.matrices:
             lines += ["", *self._matrix_lines(), "", *self._load_lines()]
         lines += ["", f"The optimizer step moves {self.step_bytes:,} bytes between ranks."]
         return "\n".join(lines)
-
-    def _group_lines(self) -> list[str]:
-        header = ("parameter group", "tensors", "payload", "padding", "if padded", "bytes a rank")
-        rows = [
-            (
-                group.name,
-                str(len(group.layout.tensor_shapes)),
-                f"{group.payload_bytes:,}",
-                f"{group.padding_bytes:,}",
-                f"{group.padded_padding_bytes:,}",
-                _span(group.rank_bytes),
-            )
-            for group in self.groups
-        ]
-        total = (
-            "all",
-            str(sum(len(group.layout.tensor_shapes) for group in self.groups)),
-            f"{sum(group.payload_bytes for group in self.groups):,}",
-            f"{sum(group.padding_bytes for group in self.groups):,}",
-            f"{sum(group.padded_padding_bytes for group in self.groups):,}",
-            _span(self._rank_bytes()),
-        )
-        return table([header, *rows, total], left=1)
 
     def _matrix_lines(self) -> list[str]:
         header = ("matrix", "shape", "rows by rank", "owner", "bytes moved")

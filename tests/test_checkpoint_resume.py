@@ -116,6 +116,3 @@ def _remove_folders():
 
 def test_values_are_not_compared_with_themselves():
     assert differing({"a": torch.zeros(1)}, {"a": torch.zeros(1).double()}) == ["a"]
-
-
-pytestmark = pytest.mark.slow  # minutes on a busy machine

@@ -28,7 +28,7 @@ from tests.fully_shard_helpers import (
 from tests.ranks import run_ranks
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_ten_steps_equal_one_process_and_stock_fsdp(world_size, optimizer):
     # Every layout, and stock FSDP as a second opinion, for the optimizer that people use most.

@@ -119,7 +119,14 @@ def odd_shapes(
     return [(p.placements, tuple(p.to_local().shape)) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 1], [2, 0]]])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param([[0, 1], [2, 3]], marks=pytest.mark.slow),
+        pytest.param([[0, 2], [1, 3]], marks=pytest.mark.slow),
+        [[3, 1], [2, 0]],
+    ],
+)
 @pytest.mark.parametrize("shard_dims", [HSDP, HFSDP])
 def test_odd_shapes_empty_ranks_and_meshes_in_any_order(ranks, shard_dims):
     for options in (

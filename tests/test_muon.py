@@ -155,7 +155,9 @@ FEW = [(6, 20), (20, 6), (3, 5), (6, 5, 2, 2), (5, 3)]
 COMPILED = {"compile": True, "backend": "aot_eager", **IN_FP32}
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_compiled_equals_torch_muon(ranks):
     results = run_ranks(ranks, train, "mixed", 10, FEW, falling, **COMPILED)
     check_same(results, reference(FEW, 10, schedule=falling, **OPTIONS))

@@ -310,6 +310,7 @@ def _many_steps():
     return [full(p) for p in params], [updates[0] / (10 / 6) ** 0.5, updates[1]]
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_stay_orthogonal_and_finite():
     """FIELD_CASES 22: the singular values of whole updates lie in the band of the quintic."""
     for params, updates in run_ranks(4, _many_steps, timeout=90):

@@ -185,16 +185,15 @@ def test_training_by_block_scaled_products(mesh_shape, options):
 
 
 def gradients(*, wrap: str | None) -> list[Tensor]:
-    model = nn.Sequential(make_mlp(), make_mlp())
+    block, last = make_mlp(), nn.Linear(32, 1)
+    if wrap == "compile":
+        block.compile(backend="aot_eager")
+    elif wrap == "reentrant":
+        forward = block.forward
+        block.forward = lambda x: checkpoint(forward, x, use_reentrant=True)
     policy = MXFP8Policy(products="block-scaled")
-    for block in model:
-        if wrap == "compile":
-            block.compile(backend="aot_eager")
-        elif wrap == "reentrant":
-            forward = block.forward
-            block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=True)
-        fully_shard(block, mesh=mesh_1d(), block_size=32, mxfp8=policy)
-    fully_shard(model, mesh=mesh_1d())
+    fully_shard(block, mesh=mesh_1d(), block_size=32, mxfp8=policy)
+    model = fully_shard(nn.Sequential(block, last), mesh=mesh_1d())
     x = mine(random(8, 32)).requires_grad_()
     model(x).square().mean().backward()
     return [full(p.grad) for p in model.parameters()] + [x.grad]

@@ -127,6 +127,7 @@ def pair_case(first: tuple[Placement, ...], every: int) -> Found:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", PAIRED, ids=str)
 def test_two_splits_on_two_mesh_dims_are_never_mixed_up(first: tuple[Placement, ...]) -> None:
     results = run_ranks(4, pair_case, first, 5, timeout=120)
@@ -204,6 +205,7 @@ def optimizer_case(placement: Placement) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", [RowAtomic((0, 3, 2)), Owner(1)], ids=str)
 def test_every_torch_optimizer_in_every_form(placement: Placement) -> None:
     assert run_ranks(3, optimizer_case, placement, timeout=120) == [[]] * 3

@@ -147,6 +147,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_killed_parent():
     parent = subprocess.Popen(
         [sys.executable, "-c", ORPHANS],

@@ -60,8 +60,8 @@ def _check(folder: Path, printed: str, world_size: int) -> dict:
 
 
 def test_the_command_trains_and_reports(tmp_path):
-    printed = _train(tmp_path, "--world-size=3", "--no-compile")
-    summary = _check(tmp_path, printed, 3)
+    printed = _train(tmp_path, "--world-size=2", "--no-compile")
+    summary = _check(tmp_path, printed, 2)
     assert summary["compile_backend"] is None
     assert "step    10 of 10" in printed
     assert "compile" not in summary["seconds"]

@@ -118,7 +118,7 @@ def _assert_equal(run: Run, reference: Run) -> None:
 @pytest.mark.parametrize(
     ("world_size", "dtype", "backend"),
     [
-        (4, torch.float32, None),
+        pytest.param(4, torch.float32, None, marks=pytest.mark.slow),
         (4, torch.float32, "aot_eager"),
         pytest.param(4, torch.float32, "inductor", marks=pytest.mark.slow),
         (3, torch.float64, None),

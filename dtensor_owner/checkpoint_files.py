@@ -5,15 +5,18 @@ Both classes are storage back ends of ``torch.distributed.checkpoint`` (DCP) and
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
 import shutil
 import zipfile
+import zlib
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
@@ -22,8 +25,13 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     ReadItem,
     SavePlan,
+    SavePlanner,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from dtensor_owner import checkpoint_checksums as checksums
+from dtensor_owner.checkpoint_checksums import Checksums
 
 METADATA = ".metadata"
 INCOMPLETE = ".incomplete"  # suffix of a folder while it is written
@@ -72,10 +80,39 @@ class AtomicWriter(FileSystemWriter):
             left_over.unlink()
         return super().prepare_global_plan(plans)
 
-    def finish(self, metadata: Metadata, results: Any) -> None:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Each result's place in the files goes on together with the record's fingerprint."""
+        results = super().write_data(plan, planner).wait()
+        marked = []
+        for name in sorted({result.storage_data.relative_path for result in results}):
+            file = os.open(Path(self.path) / name, os.O_RDONLY)
+            try:
+                for result in results:
+                    place = result.storage_data
+                    if place.relative_path == name:
+                        mark = checksums.fingerprint_at(file, place.offset, place.length)
+                        marked.append(dataclasses.replace(result, storage_data=(place, mark)))
+            finally:
+                os.close(file)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(marked)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Runs on one rank, after all ranks have written and synced."""
-        super().finish(metadata, results)
-        os.rename(self.path, self._folder)
+        records: dict[str, dict[int, int]] = {}
+        plain: list[list[WriteResult]] = []
+        for of_rank in results:
+            plain.append([])
+            for result in of_rank:
+                place, mark = result.storage_data
+                records.setdefault(place.relative_path, {})[place.offset] = mark
+                plain[-1].append(dataclasses.replace(result, storage_data=place))
+        super().finish(metadata, plain)
+        folder = Path(self.path)
+        Checksums(zlib.crc32((folder / METADATA).read_bytes()), records).write(folder)
+        sync_folder(folder)
+        os.rename(folder, self._folder)
         sync_folder(self._folder.parent)
 
 
@@ -99,12 +136,37 @@ class UnreadableMetadata(Metadata):
 class CheckedReader(FileSystemReader):
     """Reads what DCP's file system writer wrote, and compares every record with its checksum.
 
-    ``torch.load`` does not: a flipped bit would become a weight.
+    ``torch.load`` does not: a flipped bit would become a weight. What :class:`AtomicWriter` wrote
+    is also known to be the record that was saved there.
     """
+
+    _checksums: Checksums | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path)
+        if path.exists() and not path.is_dir():
+            return UnreadableMetadata(
+                CheckpointError(f"{path} is a file, and a checkpoint is a folder.")
+            )
         try:
+            self._checksums = Checksums.read(path)
+        except ValueError as fault:
+            return UnreadableMetadata(CheckpointError(f"{path / checksums.FILE} {fault}."))
+        except OSError as fault:
+            return UnreadableMetadata(
+                CheckpointError(f"{path / checksums.FILE} cannot be read: {fault.strerror}.")
+            )
+        try:
+            if self._checksums is not None:
+                found = zlib.crc32((path / METADATA).read_bytes())
+                if found != self._checksums.metadata:
+                    return UnreadableMetadata(
+                        CheckpointError(
+                            f"{path / METADATA} is damaged: it is not the one that "
+                            f"{checksums.FILE} was written with. If something else has saved to "
+                            "this folder since, remove that file."
+                        )
+                    )
             return super().read_metadata(*args, **kwargs)
         except FileNotFoundError:
             missing = "there is no such folder" if not path.is_dir() else f"it has no {METADATA}"
@@ -151,10 +213,17 @@ class CheckedReader(FileSystemReader):
         file.seek(info.offset)
         data = file.read(info.length)
         record = checked_record(data, info.length, f"{path}: {key}")
+        if self._checksums is not None:
+            saved = self._checksums.records.get(info.relative_path, {}).get(info.offset)
+            if saved != checksums.fingerprint(data):
+                raise CheckpointError(
+                    f"{path}: {key} is not what was saved there: the file is of another rank or "
+                    "another checkpoint. Take an older checkpoint."
+                )
         if item.type is LoadItemType.BYTE_IO:
             planner.load_bytes(item, record)
             return
-        tensor = torch.load(record, map_location="cpu", weights_only=True)
+        tensor = _tensor_of(record, f"{path}: {key}")
         target = planner.resolve_tensor(item).detach()
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
             if start + length > tensor.shape[dim]:
@@ -165,6 +234,19 @@ class CheckedReader(FileSystemReader):
             tensor = tensor.narrow(dim, start, length)
         target.copy_(tensor)
         planner.commit_tensor(item, target)
+
+
+def _tensor_of(record: io.BytesIO, what: str) -> Tensor:
+    try:
+        found = torch.load(record, map_location="cpu", weights_only=True)
+    except Exception as fault:  # whole, but not what the metadata says
+        told = str(fault).splitlines()[:1]
+        raise CheckpointError(
+            f"{what} cannot be read as a tensor ({type(fault).__name__}: {' '.join(told)[:100]})."
+        ) from None
+    if not isinstance(found, Tensor):
+        raise CheckpointError(f"{what} is {type(found).__name__} in the file, not a tensor.")
+    return found
 
 
 def checked_record(data: bytes, length: int, what: str) -> io.BytesIO:

@@ -34,16 +34,19 @@ from tests.checkpoint_helpers import build, differing, full, snapshot, step
 from tests.ranks import run_ranks
 
 
-def _save(folder: str, layout: str = "unpadded") -> None:
-    model, optimizers = build(layout)
+def _save(folder: str, other: str | None = None) -> None:
+    model, optimizers = build("unpadded")
     step(model, optimizers, 0)
     save_checkpoint(folder, model, optimizers, extra={"step": 1, "text": "a"})
+    if other is not None:
+        step(model, optimizers, 1)
+        save_checkpoint(other, model, optimizers, extra={"step": 2, "text": "a"})
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "step-1"
-    run_ranks(3, _save, str(folder))
+    run_ranks(3, _save, str(folder), str(folder.with_name("other")))
     return folder
 
 
@@ -107,14 +110,47 @@ def _remove_metadata(folder: Path) -> None:
 
 
 def _garble_metadata(folder: Path) -> None:
+    (folder / ".checksums").unlink()  # as in what dcp.save writes: no checksum of the metadata
     data = (folder / ".metadata").read_bytes()
     (folder / ".metadata").write_bytes(data[: len(data) // 2])
 
 
 def _forget_a_shard(folder: Path) -> None:
+    (folder / ".checksums").unlink()
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.state_dict_metadata["optimizer.state.a.momentum_buffer"].chunks.pop()
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _flip_a_bit_of_the_metadata(folder: Path) -> None:
+    data = bytearray((folder / ".metadata").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / ".metadata").write_bytes(data)
+
+
+def _file_of_another_step(folder: Path) -> None:
+    """Whole in itself, of the same size, with every record at the same place."""
+    shutil.copy(folder.parent / "other" / "__1_0.distcp", folder)
+
+
+def _files_that_were_exchanged(folder: Path) -> None:
+    (folder / "__1_0.distcp").rename(folder / "kept")
+    (folder / "__2_0.distcp").rename(folder / "__1_0.distcp")
+    (folder / "kept").rename(folder / "__2_0.distcp")
+
+
+def _garble_checksums(folder: Path) -> None:
+    (folder / ".checksums").write_bytes((folder / ".checksums").read_bytes()[:-9])
+
+
+def _newer_format(folder: Path) -> None:
+    text = (folder / ".checksums").read_text()
+    (folder / ".checksums").write_text(text.replace('"format": 1', '"format": 2'))
+
+
+def _a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
 
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
@@ -124,6 +160,12 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (_remove_metadata, r"is not a complete checkpoint: it has no \.metadata"),
     (_garble_metadata, r"\.metadata is damaged or cannot be read"),
     (_forget_a_shard, r"optimizer\.state\.a\.momentum_buffer is incomplete: a shard of it"),
+    (_flip_a_bit_of_the_metadata, r"\.metadata is damaged: it is not the one that \.checksums"),
+    (_file_of_another_step, r"__1_0\.distcp: \S+ is not what was saved there: the file is of"),
+    (_files_that_were_exchanged, r"__\d_0\.distcp: \S+ is (not what was saved there|damaged)"),
+    (_garble_checksums, r"\.checksums is damaged \(JSONDecodeError\)"),
+    (_newer_format, r"\.checksums is of format 2, and this version reads format 1"),
+    (_a_file, r"is a file, and a checkpoint is a folder"),
     (shutil.rmtree, r"is not a complete checkpoint: there is no such folder"),
 ]
 
@@ -132,6 +174,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
 def test_a_damaged_checkpoint_changes_nothing(damage, error, saved, tmp_path):
     folder = tmp_path / "step-1"
     shutil.copytree(saved, folder)
+    shutil.copytree(saved.with_name("other"), tmp_path / "other")
     damage(folder)
     for told, changed in run_ranks(2, _load, str(folder)):
         assert re.search(error, told), told
@@ -212,6 +255,7 @@ def _save_again(folder: str) -> str:
 
 def test_an_existing_checkpoint_is_not_overwritten(saved):
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    assert ".checksums" in before
     assert "exists already: save to a new folder" in run_ranks(2, _save_again, str(saved))[0]
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
 

@@ -75,6 +75,7 @@ LAYERS = [
         "dtensor_owner.muon_gradients",
     ],
     ["dtensor_owner.fully_shard", "dtensor_owner.muon"],
+    ["dtensor_owner.checkpoint_checksums"],
     ["dtensor_owner.checkpoint_files", "dtensor_owner.checkpoint_state"],
     ["dtensor_owner.checkpoint_plan"],
     ["dtensor_owner.checkpoint", "dtensor_owner.safetensors_io"],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dtensor_owner.checkpoint import (
     CheckpointError,
@@ -14,8 +15,8 @@ from dtensor_owner.checkpoint import (
     load_extra,
     save_checkpoint,
 )
-from dtensor_owner.checkpoint_files import is_complete, remove
-from dtensor_owner.train.config import TrainConfig, flag
+from dtensor_owner.checkpoint_files import INCOMPLETE, is_complete, remove
+from dtensor_owner.train.config import CHECKPOINTS, TrainConfig, flag
 from dtensor_owner.train.data import Corpus
 from dtensor_owner.train.setup import Trainee
 from dtensor_owner.usage import UsageError
@@ -49,23 +50,39 @@ def find(config: TrainConfig) -> Path | None:
         UsageError: There is none where ``--resume`` says, or the folder for checkpoints holds
             some that a later ``--resume`` would take for this run's.
     """
-    found = None
-    if config.resume is not None:
-        found = latest_checkpoint(config.resume)
-        if found is None:
-            raise UsageError(
-                f"--resume {config.resume}: no complete checkpoint there; leave the option out to "
-                "start from the beginning"
-            )
+    found = _named(config.resume) if config.resume is not None else None
     if config.checkpoint_every:
         newest = latest_checkpoint(config.checkpoints)
         if newest is not None and (found is None or newest.resolve() != found.resolve()):
-            advice = "go on from it with --resume, remove it" if found is None else "remove it"
-            raise UsageError(
-                f"--checkpoint-dir {config.checkpoints}: holds {newest.name} of another run; "
-                f"{advice}, or choose another folder"
-            )
+            _refuse(newest, found, config)
     return found
+
+
+def _named(resume: Path) -> Path:
+    """The checkpoint that ``--resume`` names: itself, the newest in it, or in a run's folder."""
+    found = latest_checkpoint(resume) or latest_checkpoint(resume / CHECKPOINTS)
+    if found is None:
+        where = "there" if resume.is_dir() else "there, and no such folder"
+        raise UsageError(
+            f"--resume {resume}: no complete checkpoint {where}; leave the option out to start "
+            "from the beginning"
+        )
+    return found
+
+
+def _refuse(newest: Path, found: Path | None, config: TrainConfig) -> NoReturn:
+    """Say why a run cannot save beside the newest checkpoint, which it does not go on from."""
+    if found is not None and found.resolve().parent == newest.resolve().parent:
+        raise UsageError(
+            f"--resume {config.resume}: {config.checkpoints} also holds {newest.name}, from which "
+            f"a later --resume would go on; go on from {newest.name}, move what is newer than "
+            f"{found.name} away, or choose another --checkpoint-dir"
+        )
+    advice = "go on from it with --resume, remove it" if found is None else "remove it"
+    raise UsageError(
+        f"--checkpoint-dir {config.checkpoints}: holds {newest.name} of another run; "
+        f"{advice}, or choose another folder"
+    )
 
 
 def load(path: Path, trainee: Trainee, corpus: Corpus, config: TrainConfig) -> tuple[Progress, str]:
@@ -101,10 +118,17 @@ def save(trainee: Trainee, corpus: Corpus, config: TrainConfig, progress: Progre
 
 
 def prune(config: TrainConfig) -> None:
-    """Remove all but the newest checkpoints; the first rank calls this."""
+    """Remove all but the newest checkpoints; the first rank calls this after a save.
+
+    What a kill has left of older ones, while they were saved or removed, goes too: nobody would
+    save under those names again.
+    """
     complete = sorted(path for path in config.checkpoints.glob("step-*") if is_complete(path))
     for path in complete[: -config.keep_checkpoints]:
         remove(path)
+    for path in config.checkpoints.glob(f"step-*{INCOMPLETE}"):
+        if path.name < complete[-1].name:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_options(path: Path, options: dict[str, Any], done: int, config: TrainConfig) -> None:

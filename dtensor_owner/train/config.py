@@ -12,6 +12,7 @@ from dtensor_owner.usage import UsageError
 
 DEFAULT_WORLD_SIZE = 4
 MAX_LOCAL_RANKS = 256
+CHECKPOINTS = "checkpoints"  # their folder in --out
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
@@ -76,8 +77,8 @@ class TrainConfig:
     keep_checkpoints: int = _option(2, "newest checkpoints to keep; older ones are removed")
     resume: Path | None = _option(
         None,
-        "go on from this checkpoint, or from the newest complete one in this folder; ranks and "
-        "layout may differ from before",
+        "go on from this checkpoint, or from the newest complete one in this folder (an --out "
+        "folder: in its checkpoints); ranks and layout may differ from before",
         type=Path,
     )
     data: Path | None = _option(
@@ -141,7 +142,7 @@ class TrainConfig:
     @property
     def checkpoints(self) -> Path:
         """The folder that checkpoints go to."""
-        return self.checkpoint_dir or self.out / "checkpoints"
+        return self.checkpoint_dir or self.out / CHECKPOINTS
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TrainConfig:

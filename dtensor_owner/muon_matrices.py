@@ -46,14 +46,16 @@ class Domain:
         size: Number of ranks.
         coordinate: This rank's coordinate.
         group: How to reach the others; None where there are none.
-        process_group: The same group, for collectives on objects.
     """
 
     mesh: DeviceMesh | None
     size: int
     coordinate: int
     group: DimGroup | None = None
-    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        return None if self.group is None else self.group.process_group
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -102,8 +104,8 @@ def _mesh_domain(mesh: DeviceMesh, world: dist.ProcessGroup | None) -> Domain:
     ranks = mesh.mesh.flatten().tolist()
     coordinate = ranks.index(dist.get_rank())
     order = tuple(dist.get_group_rank(process_group, rank) for rank in ranks)
-    group = DimGroup(process_group.group_name, len(ranks), coordinate, order)
-    return Domain(mesh, len(ranks), coordinate, group, process_group)
+    group = DimGroup(process_group.group_name, len(ranks), coordinate, order, process_group)
+    return Domain(mesh, len(ranks), coordinate, group)
 
 
 def _process_group(mesh: DeviceMesh, world: dist.ProcessGroup | None) -> dist.ProcessGroup:

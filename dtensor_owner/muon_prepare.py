@@ -166,7 +166,7 @@ class Prepared:
                     bucket.gather_dtype,
                     self.members[plan.matrices[bucket.matrices[0]].param].param.device,
                     domain.group,
-                    domain.process_group if self.transport == "point_to_point" else None,
+                    self.transport == "point_to_point",
                 )
             )
         return works

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_owner.muon_plan import Settings
@@ -32,7 +31,7 @@ class BucketWork:
         gather_dtype: Dtype of Newton-Schulz inputs on their way to the owners.
         device: Where the tensors are.
         group: The other ranks; None where there are none.
-        pairs: Their process group where exchanges go from rank to rank, else None.
+        pairs: Whether exchanges go from rank to rank, by sends and receives.
     """
 
     program: RankProgram
@@ -42,7 +41,7 @@ class BucketWork:
     gather_dtype: torch.dtype
     device: torch.device
     group: DimGroup | None
-    pairs: dist.ProcessGroup | None = None
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,8 +167,8 @@ class _BucketRun:
     def _exchange(self, leg: Leg, send: Tensor) -> Pending:
         assert self.work.group is not None
         numels = leg.send_numels, leg.recv_numels
-        if self.work.pairs is not None:
-            return exchange_by_pairs(send, *numels, self.work.group, self.work.pairs)
+        if self.work.pairs:
+            return exchange_by_pairs(send, *numels, self.work.group)
         return exchange_flat_async(send, *numels, self.work.group)
 
     def _arrived(self, pending: Pending | None, dtype: torch.dtype) -> Tensor:

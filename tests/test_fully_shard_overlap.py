@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,11 +29,20 @@ from tests.fully_shard_helpers import (
 from tests.ranks import run_ranks
 
 _ISSUE = {
-    "all_gather_into_tensor": "gather",
     "broadcast_": "gather",
     "reduce_scatter_tensor": "reduce",
     "all_to_all_single": "reduce",
 }
+
+
+class _NotedWork(NamedTuple):
+    work: Any
+    note: Callable[[str], None]
+    event: str
+
+    def wait(self) -> None:
+        self.note(self.event)
+        self.work.wait()
 
 
 class RecordedCollectives(TorchDispatchMode):
@@ -41,6 +50,7 @@ class RecordedCollectives(TorchDispatchMode):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
+        self._all_gather = dist.all_gather_single  # its wait is no op that a mode could see
         self.events: list[str] = []
         self._for = ""
         self._waits: dict[int, tuple[Tensor, str]] = {}
@@ -64,6 +74,18 @@ class RecordedCollectives(TorchDispatchMode):
             return function(*args)
 
         return named
+
+    def __enter__(self) -> RecordedCollectives:
+        dist.all_gather_single = self._noted_all_gather  # type: ignore[assignment]
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        dist.all_gather_single = self._all_gather
+        super().__exit__(*error)
+
+    def _noted_all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        self._note(f"issue gather {self._for}")
+        return _NotedWork(self._all_gather(*args, **kwargs), self._note, f"wait gather {self._for}")
 
     def _event_hook(self, event: str) -> Callable[..., None]:
         return lambda *_: self.events.append(event)

@@ -32,10 +32,9 @@ def run_rank(config, *, init_method):
     import time
 {body}
 
-if "RANK" in os.environ:
-    module = types.ModuleType("dtensor_owner.train.loop")
-    module.run_rank = run_rank
-    sys.modules[module.__name__] = module
+module = types.ModuleType("dtensor_owner.train.loop")
+module.run_rank = run_rank
+sys.modules[module.__name__] = module
 """
 SLEEP = "time.sleep(600)"
 
@@ -47,7 +46,7 @@ class Launch:
         lines = "\n".join("    " + line for line in body.splitlines())
         (folder / "sitecustomize.py").write_text(STAND_IN.format(body=lines))
         self.folder, self.world_size = folder, world_size
-        options = [f"--world-size={world_size}", f"--out={folder}"]
+        options = [f"--world-size={world_size}", "--no-compile", f"--out={folder}"]
         root = Path(__file__).parent.parent
         environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{root}"}
         for name in ("RANK", "WORLD_SIZE"):

@@ -156,17 +156,6 @@ class TrainConfig:
             for name, value in asdict(self).items()
         }
 
-    def to_argv(self) -> list[str]:
-        """The command line that gives these options again."""
-        argv = []
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if isinstance(value, bool):
-                argv.append(flag(option.name) if value else flag(f"no_{option.name}"))
-            elif value is not None:
-                argv.append(f"{flag(option.name)}={value}")
-        return argv
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser one option for each field of :class:`TrainConfig`."""

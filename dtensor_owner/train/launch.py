@@ -1,24 +1,29 @@
 """Start the ranks of a run on this machine, watch them, and end them all together.
 
-Each local rank is this same command in a process of its own, told its rank by the environment, as
-torchrun would. The launcher holds one end of every rank's standard input: when it goes away, for
-whatever reason, the ranks read the end of that pipe and exit.
+Each local rank is a process of its own, told its rank by the environment, as torchrun would. Where
+that is safe, it is forked from the launcher, which has imported everything by then: importing torch
+takes seconds of a core, for each rank. When the launcher goes away, for whatever reason, the ranks
+notice and exit.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
+from multiprocessing import connection
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -30,6 +35,7 @@ FOLDER = "DTENSOR_OWNER_LAUNCH_FOLDER"  # set for ranks that this file started
 GRACE_SECONDS = 1.0  # once a rank has failed, how long others may take to tell what they saw
 POLL_SECONDS = 0.05
 ERROR_LINES = 60
+_COMPILE_THREADS = ("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def launch(config: TrainConfig) -> int:
@@ -75,10 +81,22 @@ def _run_as_rank(config: TrainConfig) -> int:
     return 0
 
 
+def _local_rank(config: TrainConfig, rank: int, folder: Path) -> None:
+    """What a process that the launcher started does from beginning to end."""
+    os.setsid()  # Ctrl-C reaches the launcher alone, which ends the ranks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with _log_file(folder, rank).open("wb") as log:
+        for stream in [2] if rank == 0 else [1, 2]:
+            os.dup2(log.fileno(), stream)
+    os.environ.update(_environment(config, rank, folder))
+    sys.exit(_run_as_rank(config))
+
+
 def _exit_with_launcher() -> None:
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(1)
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        connection.wait([launcher.sentinel])
+        os._exit(1)
 
 
 def _tell_error(folder: Path, error: Exception) -> None:
@@ -104,15 +122,17 @@ def _start_and_watch(config: TrainConfig) -> int:
     assert config.world_size is not None
     folder = Path(tempfile.mkdtemp(prefix="dtensor-owner-"))
     previous = signal.signal(signal.SIGTERM, _exit_on_signal)
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[BaseProcess] = []
     try:
+        context = _context(config)
         for rank in range(config.world_size):
-            ranks.append(_start(config, rank, folder))
-        while any(process.poll() is None for process in ranks):
-            if any(process.poll() for process in ranks):
+            ranks.append(context.Process(target=_local_rank, args=(config, rank, folder)))
+            ranks[-1].start()
+        while any(process.exitcode is None for process in ranks):
+            if any(process.exitcode for process in ranks):
                 return _report_failure(ranks, folder)
             time.sleep(POLL_SECONDS)
-        return _report_failure(ranks, folder) if any(p.returncode for p in ranks) else 0
+        return _report_failure(ranks, folder) if any(p.exitcode for p in ranks) else 0
     except KeyboardInterrupt:
         _end(ranks)
         print("\nInterrupted: all ranks were ended.", file=sys.stderr)
@@ -127,16 +147,17 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)  # runs the finally above, which ends the ranks
 
 
-def _start(config: TrainConfig, rank: int, folder: Path) -> subprocess.Popen[bytes]:
-    with _log_file(folder, rank).open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "dtensor_owner", "train", *config.to_argv()],
-            env=_environment(config, rank, folder),
-            stdin=subprocess.PIPE,
-            stdout=None if rank == 0 else log,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the ranks
-        )
+def _context(config: TrainConfig) -> SpawnContext | ForkContext:
+    """How processes start: forked with all imports made, unless CUDA or the system forbids it."""
+    if config.device != "cpu" or sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    os.environ.setdefault(*_COMPILE_THREADS)  # read by the import
+    modules = ["dtensor_owner.train.loop"]
+    if config.compile:
+        modules.append("torch._inductor.compile_fx")
+    for module in modules:
+        importlib.import_module(module)
+    return multiprocessing.get_context("fork")
 
 
 def _environment(config: TrainConfig, rank: int, folder: Path) -> dict[str, str]:
@@ -144,7 +165,7 @@ def _environment(config: TrainConfig, rank: int, folder: Path) -> dict[str, str]
     defaults = {
         # Ranks that share the cores fairly are faster than ranks that fight for them.
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        _COMPILE_THREADS[0]: _COMPILE_THREADS[1],
     }
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:  # gloo would look up the host's own name, which not every machine can
@@ -159,12 +180,12 @@ def _environment(config: TrainConfig, rank: int, folder: Path) -> dict[str, str]
     }
 
 
-def _report_failure(ranks: list[subprocess.Popen[bytes]], folder: Path) -> int:
+def _report_failure(ranks: list[BaseProcess], folder: Path) -> int:
     """End the others, show the error of the rank that failed first, return the exit code."""
     deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
+    while time.monotonic() < deadline and any(process.exitcode is None for process in ranks):
         time.sleep(POLL_SECONDS)
-    codes = [process.poll() for process in ranks]
+    codes = [process.exitcode for process in ranks]
     _end(ranks)
     rank, text = _first_failure(codes, folder)
     if sys.stdout.isatty():
@@ -195,14 +216,13 @@ def _first_failure(codes: list[int | None], folder: Path) -> tuple[int, str]:
     return first, reports[first]["text"]
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _end(ranks: list[BaseProcess]) -> None:
     for process in ranks:
-        if process.poll() is None:
+        if process.pid is not None and process.exitcode is None:
             try:
                 os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started
             except ProcessLookupError:
                 process.kill()
     for process in ranks:
-        process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+        if process.pid is not None:
+            process.join()

@@ -57,7 +57,8 @@ def newton_schulz(
         ``(..., rows, cols)`` in ``dtype``; for a DTensor, with the placements of ``G``.
 
     Raises:
-        ValueError: Fewer than two dims, no floating dtype, or bad steps, coefficients or method.
+        ValueError: Fewer than two dims, no floating dtype, or bad steps, coefficients, eps or
+            method.
         NotImplementedError: A DTensor whose matrices are cut.
     """
     schedule = as_schedule(coefficients, steps)
@@ -71,6 +72,8 @@ def newton_schulz(
         raise ValueError(
             f"Newton-Schulz needs real floating dtypes, got G of {G.dtype} and dtype={dtype}."
         )
+    if not eps >= 0.0:
+        raise ValueError(f"Newton-Schulz eps must be >= 0, got {eps}.")
     if isinstance(G, DTensor):
         return _on_holders(G, schedule, eps, dtype, method)
     if G.numel() == 0:

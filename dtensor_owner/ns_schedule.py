@@ -8,6 +8,7 @@ matrices alone and touches ``X`` twice: to form ``A`` and to apply the product o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, cast
 
@@ -42,6 +43,8 @@ def as_schedule(
         )
     if len(triples) != steps:
         raise ValueError(f"Got {len(triples)} coefficient triples for {steps} steps.")
+    if not all(math.isfinite(number) for triple in triples for number in triple):
+        raise ValueError(f"Newton-Schulz coefficients must be finite, got {coefficients!r}.")
     return tuple((float(a), float(b), float(c)) for a, b, c in triples)
 
 

@@ -206,6 +206,11 @@ class TestArguments:
             newton_schulz(G, dtype=torch.complex64)
         with pytest.raises(ValueError, match="got 'other'"):
             newton_schulz(G, method="other")
+        with pytest.raises(ValueError, match="must be finite, got"):
+            newton_schulz(G, coefficients=(1.0, float("nan"), 2.0))
+        for eps in (-1.0, float("nan")):
+            with pytest.raises(ValueError, match="eps must be >= 0"):
+                newton_schulz(G, eps=eps)
 
 
 @pytest.mark.parametrize("steps", [1, 5, 12])

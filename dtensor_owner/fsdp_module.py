@@ -46,7 +46,8 @@ class FSDPModule:
         """Choose whether backward reduces gradients or adds them up on each rank.
 
         While off, ``.grad`` is left alone and each rank holds full gradients of the groups that
-        were used. The first backward with it on reduces their sum with its own gradients.
+        were used. The first backward with it on reduces their sum with its own gradients. One
+        that starts from the root's output does so also in modules which it does not use.
 
         Args:
             requires_gradient_sync: True by default.

@@ -163,14 +163,14 @@ class ModuleState:
         self.prefetch = prefetch
         self._keep = keep
         self._policy = mp_policy
-        self._is_root = True  # until it runs inside another sharded module
+        self.is_root = True  # until it runs inside another sharded module
         self._start()
 
     def _start(self) -> None:
         self.backward_call: weakref.ref[ModuleCall] | None = None
         self._calls: list[ModuleCall | None] = []  # running forwards of this module
         self._prepared: list[GroupUse] | None = None  # for the next forward
-        self._order: Sequence[ModuleState] = []  # of the last forward, where this is a root
+        self.order: Sequence[ModuleState] = []  # of the last forward, where this is a root
         self._unsharded: list[GroupUse] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
@@ -182,7 +182,7 @@ class ModuleState:
 
     @property
     def keep(self) -> bool:
-        return self._is_root if self._keep is None else self._keep
+        return self.is_root if self._keep is None else self._keep
 
     def running_backward(self) -> ModuleCall | None:
         """The call whose backward runs this forward again, for activation checkpointing.
@@ -220,14 +220,14 @@ class ModuleState:
         another way, is dropped; on all ranks alike, as nothing is sent."""
         _Progress.epoch += 1
         start_epoch()
-        for state in self._order:
+        for state in self.order:
             state.forget_prepared()
         forget_reductions()
-        _Progress.record = ForwardRecord(self._order)
+        _Progress.record = ForwardRecord(self.order)
 
     def _end_root(self) -> None:
         if _Progress.record is not None:
-            self._order = _Progress.record.entered
+            self.order = _Progress.record.entered
         _Progress.record = None
 
     # ------------------------------------------------------------------------- hooks
@@ -236,10 +236,10 @@ class ModuleState:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if _Progress.depth:
-            self._is_root = False
+            self.is_root = False
         # Only the root replaces saved weights, for all modules below it: hooks of a block
         # would shadow those by which activation checkpointing around it saves nothing.
-        is_root = self._is_root
+        is_root = self.is_root
         if is_root:
             self._start_root()
         _Progress.depth += 1
@@ -265,7 +265,7 @@ class ModuleState:
             call.leave()
             if torch.is_grad_enabled():
                 call.watch_backward(self, (args, kwargs), output)
-        if self._is_root:
+        if self.is_root:
             self._end_root()
         if call is not None and self._policy.output_dtype is not None:
             return map_tensors(partial(_cast, self._policy.output_dtype), output)
@@ -298,7 +298,31 @@ def after_forward(
 ) -> Any:
     """Forward hook."""
     state: ModuleState = module._fully_shard_state  # type: ignore[assignment]
-    return state.after_forward(args, kwargs, output)
+    output = state.after_forward(args, kwargs, output)
+    if state.is_root and torch.is_grad_enabled():
+        _watch_unused(module, output, used={id(later) for later in state.order})
+    return output
+
+
+def _watch_unused(root: nn.Module, output: Any, used: set[int]) -> None:
+    """Let the backward of a root reduce also what ``no_sync`` has left in modules it does not use.
+
+    Whether anything was left is known only when that backward runs.
+    """
+    states = [getattr(module, "_fully_shard_state", None) for module in root.modules()]
+    groups = [
+        group for state in states if state and id(state) not in used for group in state.groups
+    ]
+    if not groups:
+        return
+
+    def reduce_accumulated(gradient: Tensor) -> None:
+        for group in groups:
+            group.reduce_accumulated()
+
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(reduce_accumulated)
 
 
 def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -344,6 +344,20 @@ class ParameterGroup:
         buffer = DBuffer.from_local(packed, self.mesh, partial, self._packing.layout)
         return PendingGradients(self, buffer.redistribute_async(self.placements), used)
 
+    def reduce_accumulated(self) -> None:
+        """Reduce what earlier backwards have added up here, for a backward without this group."""
+        if self._accumulated is None or not self.sync_gradients:
+            return
+        pending = self.start_reduce([None] * len(self.parameters))
+        assert pending is not None
+        arrived = {
+            parameter: gradient
+            for parameter, gradient in zip(self.parameters, pending.wait())
+            if gradient is not None and parameter.requires_grad
+        }
+        if arrived:  # to .grad through autograd, so that hooks of parameters run
+            torch.autograd.backward(list(arrived), list(arrived.values()))
+
     def finish_reduce(self, reduced: Tensor, used_here: list[bool]) -> list[DTensor | None]:
         """Gradients placed as the parameters are, from this rank's part of the sum."""
         local, used = self._packing.split(reduced, self.buffer.range.numel, used_here)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from dtensor_owner.fully_shard import fully_shard
@@ -98,6 +99,55 @@ def accumulation_of_other_parameters() -> None:
 
 def test_accumulation_over_other_parameters():
     run_ranks(3, accumulation_of_other_parameters)
+
+
+class Layers(Branches):
+    """Each layer is sharded by itself; a forward uses those it is told to."""
+
+    def forward(self, x: Tensor, *used: int) -> Tensor:
+        for i in used:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+def accumulation_in_modules_that_the_last_backward_leaves_out(
+    shard_dims: tuple,
+) -> list[tuple[int, ...]]:
+    torch.manual_seed(0)
+    model = Layers()
+    reference = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, shard_dims=shard_dims)
+    fully_shard(model, mesh=mesh, shard_dims=shard_dims)
+    arrived = []
+
+    def note(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            arrived.append(tuple(parameter.shape))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(note)
+    x = torch.randn(dist.get_world_size(), 4)
+    for _ in range(2):  # nothing is left over for the second round
+        model.zero_grad()
+        reference.zero_grad()
+        for used in ((0, 1), (1, 2)):
+            reference(x, *used).square().mean().backward()
+        with model.no_sync():
+            model(mine(x), 0, 1).square().mean().backward()
+        assert all(p.grad is None for p in model.parameters())
+        model(mine(x), 1, 2).square().mean().backward()
+        assert_same_gradients(model, reference)
+    return arrived
+
+
+@pytest.mark.parametrize("shard_dims", [("inner",), ("outer", "inner")])
+def test_what_no_sync_left_is_reduced_by_a_backward_without_that_module(shard_dims):
+    for arrived in run_ranks(
+        4, accumulation_in_modules_that_the_last_backward_leaves_out, shard_dims
+    ):
+        assert sorted(arrived) == 6 * [(4,)] + 6 * [(4, 4)]  # once a parameter and round
 
 
 # -------------------------------------------------------------------------- unshard, reshard

@@ -11,7 +11,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -33,14 +32,13 @@ from dtensor_owner.checkpoint_files import (
     CheckpointError,
     is_complete,
 )
+from dtensor_owner.checkpoint_load import WRAPPED, Load, device_of
 from dtensor_owner.checkpoint_plan import Loader, SavePlanner, Wanted
 
 __all__ = ["CheckpointError", "is_complete", "latest_checkpoint", "load_checkpoint"]
 __all__ += ["load_extra", "save_checkpoint"]
 
 Optimizers = Optimizer | Sequence[Optimizer]
-_GROUPS = "optimizer.param_groups."
-_WRAPPED = "dtensor_owner"  # before extra state of modules
 
 
 def save_checkpoint(
@@ -77,7 +75,7 @@ def save_checkpoint(
     def make(is_coordinator: bool) -> dict[str, Any]:
         # Tuples around objects: DCP would take dicts and lists apart, and lose empty ones.
         model_state = states.model_state(model)
-        objects = {name: (_WRAPPED, value) for name, value in model_state.objects.items()}
+        objects = {name: (WRAPPED, value) for name, value in model_state.objects.items()}
         saved: dict[str, Any] = {"model": {**model_state.tensors, **objects}}
         if optimizers:
             saved["optimizer"] = states.optimizer_state(optimizers, model_state.names)
@@ -86,7 +84,7 @@ def save_checkpoint(
         if extra is not None and is_coordinator:
             saved["extra"] = (_plain_extra(extra),)
         if rng:
-            saved["rng"] = {str(rank): (states.rng_state(_device_of(model)),)}
+            saved["rng"] = {str(rank): (states.rng_state(device_of(model)),)}
         return saved
 
     path = Path(folder)
@@ -141,9 +139,18 @@ def load_checkpoint(
         raise ValueError(f'options must be "saved" or "keep", got {options!r}.')
     optimizers = _listed(optimizer)
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
-    load = _Load(model, optimizers, options=options, rank=rank if rng else None)
-    loader = read_into(CheckedReader(folder), load.want, strict=strict, process_group=process_group)
-    return load.commit(loader, dict(extra or {}), str(folder))
+    load = Load(model, optimizers, extra or {}, options=options, rank=rank if rng else None)
+    loader = Loader(str(folder), load.want, strict=strict)
+    try:
+        read_into(
+            loader,
+            CheckedReader(folder, then=lambda: load.prepare(loader)),
+            process_group=process_group,
+        )
+    except BaseException:
+        load.undo()
+        raise
+    return load.commit(loader)
 
 
 def load_extra(
@@ -154,7 +161,8 @@ def load_extra(
     def want(saved: Mapping[str, Any]) -> Wanted:
         return Wanted(objects={"extra"} & saved.keys())
 
-    loader = read_into(CheckedReader(folder), want, strict=False, process_group=process_group)
+    loader = Loader(str(folder), want, strict=False)
+    read_into(loader, CheckedReader(folder), process_group=process_group)
     return dict(loader.objects["extra"][0]) if loader.objects else {}
 
 
@@ -176,16 +184,10 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def read_into(
-    reader: dcp.StorageReader,
-    want: Callable[[Mapping[str, Any]], Wanted],
-    *,
-    strict: bool,
-    process_group: dist.ProcessGroup | None,
-) -> Loader:
-    """Compare and read on all ranks; what was read waits in the result for its ``commit``."""
-    folder = str(getattr(reader, "path", ""))
-    loader = Loader(folder, want, strict=strict)
-    with faults_on_all_ranks(f"{folder} could not be loaded"):
+    loader: Loader, reader: dcp.StorageReader, *, process_group: dist.ProcessGroup | None
+) -> None:
+    """Compare and read on all ranks; what was read waits in the loader for its ``commit``."""
+    with faults_on_all_ranks(f"{loader.folder} could not be loaded"):
         dcp.load(
             {},
             storage_reader=reader,
@@ -193,157 +195,6 @@ def read_into(
             process_group=process_group,
             no_dist=not dist.is_initialized(),
         )
-    return loader
-
-
-class _Load:
-    """One load: what it wants, and where that goes.
-
-    Args:
-        rank: Whose random numbers to take; None for nobody's.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        *,
-        options: str,
-        rank: int | None,
-    ) -> None:
-        self.model, self.optimizers, self.rank = model, optimizers, rank
-        self.take_options = options == "saved"
-        #: State that an optimizer lacks: (state of the parameter, key, the tensor or its key).
-        self._created: list[tuple[Any, str, Any]] = []
-        self._rng_key: str | None = None
-
-    def want(self, saved: Mapping[str, Any]) -> Wanted:
-        self.state = states.model_state(self.model)
-        wanted = Wanted(checked=("model.", "optimizer.state.") if self.optimizers else ("model.",))
-        for name, tensor in self.state.tensors.items():
-            wanted.tensors[f"model.{name}"] = states.target_of(tensor, name)
-        wanted.known |= {f"model.{name}" for name in self.state.aliases}
-        for key in {f"model.{name}" for name in self.state.objects} & saved.keys():
-            found = saved[key]
-            if isinstance(found, TensorStorageMetadata):  # saved by torch's own functions
-                wanted.tensors[key] = states.loose_target(found.size, found.properties.dtype)
-            else:
-                wanted.objects.add(key)
-        self._want_optimizers(wanted, saved)
-        if "extra" in saved:
-            wanted.objects.add("extra")
-        ranks = sum(key.startswith("rng.") for key in saved)
-        if self.rank is not None and ranks:
-            self._rng_key = f"rng.{self.rank % ranks}"
-            wanted.objects.add(self._rng_key)
-        return wanted
-
-    def _want_optimizers(self, wanted: Wanted, saved: Mapping[str, Any]) -> None:
-        keys_of: dict[str, list[str]] = {}
-        for key in saved:
-            if key.startswith("optimizer.state."):
-                owner, _, last = key.removeprefix("optimizer.state.").rpartition(".")
-                keys_of.setdefault(owner, []).append(last)
-        for name, parameter, optimizer in states.named_parameters(
-            self.optimizers, self.state.names
-        ):
-            state = optimizer.state.get(parameter, {})
-            for last, value in state.items():
-                if isinstance(value, Tensor):
-                    key = f"optimizer.state.{name}.{last}"
-                    wanted.tensors[key] = states.target_of(value, key)
-            for last in keys_of.get(name, ()):
-                key = f"optimizer.state.{name}.{last}"
-                if key not in wanted.tensors:
-                    self._want_new_state(wanted, optimizer, parameter, key, saved[key])
-        if not self.optimizers or not self.take_options:
-            return
-        for key, found in saved.items():
-            if not key.startswith(_GROUPS):
-                continue
-            if isinstance(found, TensorStorageMetadata):
-                wanted.tensors[key] = states.loose_target(found.size, found.properties.dtype)
-            else:
-                wanted.objects.add(key)
-
-    def _want_new_state(
-        self, wanted: Wanted, optimizer: Optimizer, parameter: Tensor, key: str, found: Any
-    ) -> None:
-        """State that this optimizer makes in its first step, such as torch's own AdamW."""
-        last = key.rpartition(".")[2]
-        if not isinstance(found, TensorStorageMetadata):
-            wanted.objects.add(key)
-            self._created.append(((optimizer, parameter), last, key))
-            return
-        if optimizer.state.get(parameter):
-            return  # the optimizer has made its state, and this is none of it
-        dtype = found.properties.dtype
-        if tuple(found.size) == tuple(parameter.shape) and parameter.ndim:
-            tensor = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        else:
-            tensor = torch.zeros(found.size, dtype=dtype)
-        wanted.tensors[key] = states.target_of(tensor, key)
-        self._created.append(((optimizer, parameter), last, tensor))
-
-    def commit(self, loader: Loader, statefuls: dict[str, Stateful], folder: str) -> dict[str, Any]:
-        """Everything has been read on all ranks: put it in place."""
-        objects = loader.objects
-        options = self._options(loader, folder)
-        extra = dict(objects["extra"][0]) if "extra" in objects else {}
-        missing = statefuls.keys() - extra.keys()
-        if missing:
-            raise CheckpointError(
-                f"{folder} has no extra {sorted(missing)}; it has {sorted(extra)}. Nothing was "
-                "loaded."
-            )
-        for key, stateful in statefuls.items():
-            stateful.load_state_dict(extra.pop(key))
-        loader.commit()
-        for name in self.state.objects:
-            key, (owner, _, _) = f"model.{name}", name.rpartition(".")
-            if key in objects:
-                value = objects[key]
-                if isinstance(value, tuple) and value[:1] == (_WRAPPED,):
-                    value = value[1]
-                self._module(owner).set_extra_state(value)
-            elif key in loader.wanted.tensors:
-                self._module(owner).set_extra_state(loader.wanted.tensors[key].buffer)
-        for (optimizer, parameter), key, value in self._created:
-            found = objects[value] if isinstance(value, str) else value
-            optimizer.state[parameter][key] = found
-        for group, values in options:
-            states.set_options(group, values)
-        if self._rng_key is not None:
-            states.set_rng_state(objects[self._rng_key][0], _device_of(self.model))
-        return extra
-
-    def _module(self, name: str) -> nn.Module:
-        return next(
-            module for path, module in self.model.named_modules() if states.plain_name(path) == name
-        )
-
-    def _options(self, loader: Loader, folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        found = {
-            key.removeprefix(_GROUPS): value
-            for key, value in loader.objects.items()
-            if key.startswith(_GROUPS)
-        }
-        for key, target in loader.wanted.tensors.items():
-            if key.startswith(_GROUPS):
-                found[key.removeprefix(_GROUPS)] = target.buffer
-        if not found:
-            return []
-        named = [name for name, _, _ in states.named_parameters(self.optimizers, self.state.names)]
-        by_name = states.saved_options(found, named)
-        merged = []
-        for optimizer in self.optimizers:
-            for number, group in enumerate(optimizer.param_groups):
-                names = [self.state.names[id(parameter)] for parameter in group["params"]]
-                try:
-                    merged.append((group, states.merged_options(names, by_name, number)))
-                except ValueError as fault:
-                    raise CheckpointError(f"{folder}: {fault} Nothing was loaded.") from None
-        return merged
 
 
 def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -383,10 +234,6 @@ def _listed(optimizer: Optimizers | None) -> list[Optimizer]:
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-
-
-def _device_of(model: nn.Module) -> torch.device | None:
-    return next((parameter.device for parameter in model.parameters()), None)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pickle
 import shutil
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -138,9 +139,19 @@ class CheckedReader(FileSystemReader):
 
     ``torch.load`` does not: a flipped bit would become a weight. What :class:`AtomicWriter` wrote
     is also known to be the record that was saved there.
+
+    Args:
+        folder: Of the checkpoint.
+        then: Called when this rank has read everything, in the same step: what it raises is an
+            error on all ranks.
     """
 
-    _checksums: Checksums | None = None
+    def __init__(
+        self, folder: str | os.PathLike[str], *, then: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__(folder)
+        self._then = then
+        self._checksums: Checksums | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path)
@@ -199,6 +210,8 @@ class CheckedReader(FileSystemReader):
                     f"{path}, which holds (a part of) {items[0].storage_index.fqn}, cannot be "
                     f"read: {fault.strerror}."
                 ) from None
+        if self._then is not None:
+            self._then()
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -76,7 +76,7 @@ class Loader(LoadPlanner):
     def __init__(
         self, folder: str, want: Callable[[Mapping[str, Any]], Wanted], *, strict: bool
     ) -> None:
-        self._folder, self._want, self._strict = folder, want, strict
+        self.folder, self._want, self._strict = folder, want, strict
         self.wanted = Wanted()
         self.objects: dict[str, Any] = {}
         self._saved: Mapping[str, Any] = {}
@@ -93,7 +93,7 @@ class Loader(LoadPlanner):
         if faults:
             more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
             raise CheckpointError(
-                f"{self._folder} does not fit; nothing was loaded.\n  "
+                f"{self.folder} does not fit; nothing was loaded.\n  "
                 + "\n  ".join([*faults[:_SHOWN], *more])
             )
 
@@ -120,7 +120,7 @@ class Loader(LoadPlanner):
             self.objects[key] = torch.load(value, map_location="cpu", weights_only=True)
         except Exception as fault:
             raise CheckpointError(
-                f"{self._folder}: {key} holds objects that are not loaded for safety: {fault}"
+                f"{self.folder}: {key} holds objects that are not loaded for safety: {fault}"
             ) from None
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:

@@ -42,7 +42,7 @@ from dtensor_owner.checkpoint_files import (
     UnreadableMetadata,
     sync_folder,
 )
-from dtensor_owner.checkpoint_plan import SavePlanner, Wanted
+from dtensor_owner.checkpoint_plan import Loader, SavePlanner, Wanted
 
 DTYPES = {
     "F64": torch.float64,
@@ -131,7 +131,8 @@ def import_safetensors(
         return wanted
 
     with torch.no_grad():
-        read_into(_Reader(Path(path)), want, strict=strict, process_group=process_group)
+        loader = Loader(str(path), want, strict=strict)
+        read_into(loader, _Reader(Path(path)), process_group=process_group)
 
 
 # ----------------------------------------------------------------------------------- writing
@@ -277,6 +278,9 @@ class _Reader(dcp.StorageReader):
             for file in files:
                 with self._open(file, framework="pt") as opened:
                     for name in opened.keys():  # noqa: SIM118  no dict
+                        if name in found:
+                            other = self._file_of[name].name
+                            raise CheckpointError(f"{name} is in {other} too")
                         self._file_of[name] = file
                         found[name] = _metadata_of(opened.get_slice(name), name)
         except Exception as fault:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import random
 import re
 import shutil
 import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -275,63 +273,6 @@ def test_extra_values_that_could_not_be_loaded_are_not_saved(tmp_path):
     for told in run_ranks(2, _unsafe_extra, str(tmp_path / "new")):
         assert "extra['bad'] of type PosixPath cannot be saved" in told[0]
         assert "extra['bad'] has a DTensor in it" in told[1]
-
-
-# ------------------------------------------------------------- what else belongs to a run
-
-
-def _scheduled(folder: str) -> None:
-    def start() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        model, [muon] = build("unpadded")
-        return model, muon, torch.optim.lr_scheduler.CosineAnnealingLR(muon, T_max=10)
-
-    model, muon, scheduler = start()
-    for number in range(3):
-        step(model, [muon], number)
-        scheduler.step()
-    torch.manual_seed(100 + dist.get_rank())
-    random.seed(dist.get_rank())
-    save_checkpoint(folder, model, muon, extra={"scheduler": scheduler, "position": [3, "shard"]})
-    expected = torch.rand(3), random.random()
-    other, its, its_scheduler = start()
-    rest = load_checkpoint(folder, other, its, extra={"scheduler": its_scheduler})
-    assert rest == {"position": [3, "shard"]}
-    found = torch.rand(3), random.random()
-    assert torch.equal(found[0], expected[0]) and found[1] == expected[1]
-    for number in range(3, 6):
-        for each, optimizer, schedule in ((model, muon, scheduler), (other, its, its_scheduler)):
-            step(each, [optimizer], number)
-            schedule.step()
-    assert [g["lr"] for g in muon.param_groups] == [g["lr"] for g in its.param_groups]
-    assert muon.param_groups[0]["lr"] != 0.02
-    assert differing(snapshot(model, [muon]), snapshot(other, [its])) == []
-
-
-def test_schedule_position_and_random_numbers_go_on(tmp_path):
-    run_ranks(2, _scheduled, str(tmp_path / "step-3"))
-
-
-def _other_groups(folder: str) -> str:
-    model, [muon] = build("unpadded")
-    muon.param_groups[0]["lr"] = 0.5
-    save_checkpoint(folder, model, muon)
-    other, [its] = build("buckets")  # three groups
-    load_checkpoint(folder, other, its)
-    assert [group["lr"] for group in its.param_groups] == [0.001, 0.5, 0.5]
-    its.param_groups[2]["lr"] = 0.25
-    save_checkpoint(folder + "-2", other, its)
-    before = snapshot(model, [muon])
-    with pytest.raises(CheckpointError) as fault:
-        load_checkpoint(folder + "-2", model, muon)
-    assert differing(before, snapshot(model, [muon])) == []
-    load_checkpoint(folder + "-2", model, muon, options="keep")
-    assert muon.param_groups[0]["lr"] == 0.5
-    return str(fault.value)
-
-
-def test_options_follow_the_parameters_into_other_groups(tmp_path):
-    for told in run_ranks(2, _other_groups, str(tmp_path / "step")):
-        assert "lr is 0.5 for a and 0.25 for b" in told
 
 
 # ------------------------------------------------------------------------------------ size

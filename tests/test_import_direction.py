@@ -78,6 +78,7 @@ LAYERS = [
     ["dtensor_owner.checkpoint_checksums"],
     ["dtensor_owner.checkpoint_files", "dtensor_owner.checkpoint_state"],
     ["dtensor_owner.checkpoint_plan"],
+    ["dtensor_owner.checkpoint_load"],
     ["dtensor_owner.checkpoint", "dtensor_owner.safetensors_io"],
     ["dtensor_owner.tables", "dtensor_owner.mxfp8_report"],
     ["dtensor_owner.muon_groups"],

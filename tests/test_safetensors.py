@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,7 @@ def _fault(path: str, change: str) -> tuple[str, bool]:
         ("dtype", r"a was saved as torch.float64, here torch.float32"),
         ("cut", r"model.safetensors cannot be read as safetensors"),
         ("none", r"cannot be read as safetensors"),
+        ("twice", r"b\.safetensors cannot be read as safetensors: \w+ is in a\.safetensors too"),
     ],
 )
 def test_what_does_not_fit_changes_nothing(change, error, tmp_path):
@@ -210,6 +212,10 @@ def test_what_does_not_fit_changes_nothing(change, error, tmp_path):
         path.write_bytes(path.read_bytes()[:-9])
     if change == "none":
         path = Path(tmp_path / "other.safetensors")
+    if change == "twice":
+        path.rename(tmp_path / "a.safetensors")
+        shutil.copy(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+        path = tmp_path
     for told, unchanged in run_ranks(2, _fault, str(path), change):
         assert re.search(error, told), told
         assert unchanged

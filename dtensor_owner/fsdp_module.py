@@ -40,6 +40,18 @@ class FSDPModule:
         """Free the weights that ``unshard`` has gathered."""
         self._fully_shard_state.reshard()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As for any module; also drops what backwards have added up here under ``no_sync``.
+
+        ``optimizer.zero_grad()`` knows nothing of that, nor does a parent that is not sharded.
+        """
+        assert isinstance(self, nn.Module)
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                for group in module.parameter_groups:
+                    group.drop_accumulated()
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the class that was sharded
+
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:

@@ -358,6 +358,10 @@ class ParameterGroup:
         if arrived:  # to .grad through autograd, so that hooks of parameters run
             torch.autograd.backward(list(arrived), list(arrived.values()))
 
+    def drop_accumulated(self) -> None:
+        """Forget what backwards without ``sync_gradients`` have added up."""
+        self._accumulated = None
+
     def finish_reduce(self, reduced: Tensor, used_here: list[bool]) -> list[DTensor | None]:
         """Gradients placed as the parameters are, from this rank's part of the sum."""
         local, used = self._packing.split(reduced, self.buffer.range.numel, used_here)

@@ -150,6 +150,29 @@ def test_what_no_sync_left_is_reduced_by_a_backward_without_that_module(shard_di
         assert sorted(arrived) == 6 * [(4,)] + 6 * [(4, 4)]  # once a parameter and round
 
 
+def accumulation_given_up() -> None:
+    model = make_gpt()
+    reference = copy.deepcopy(model)
+    shard_gpt(model, mesh_1d())
+    first, second = (tokens_of(step, dist.get_world_size()) for step in range(2))
+    for give_up in (True, False):
+        with model.no_sync():
+            gpt_loss(model, mine(first)).backward()
+        if give_up:
+            model.zero_grad()
+        else:  # the control: without zero_grad it is part of the next gradient
+            gpt_loss(reference, first).backward()
+        gpt_loss(model, mine(second)).backward()
+        gpt_loss(reference, second).backward()
+        assert_same_gradients(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+def test_zero_grad_drops_what_no_sync_has_added_up():
+    run_ranks(2, accumulation_given_up)
+
+
 # -------------------------------------------------------------------------- unshard, reshard
 
 

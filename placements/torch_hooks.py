@@ -110,6 +110,7 @@ def install(propagate: Propagate, handlers: dict[Any, Handler]) -> None:
     _register_types()
     set_outside_tracing(_disable_current_modes)
     _replace_everywhere("redistribute_local_tensor", _redistribute, _redistribute_hook)
+    _replace_everywhere("_redistribute_backward", _redistribute, _redistribute_backward_hook)
     _replace_everywhere("compute_local_shape_and_global_offset", _utils, _local_shape_hook)
     _replace_everywhere("compute_global_tensor_info", _utils, _global_info_hook)
     _hook_propagation(propagate)
@@ -203,6 +204,21 @@ def _redistribute_hook(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return move(local_tensor, current_spec.shape, current_spec.mesh, source, target)
 
     return redistribute_local_tensor
+
+
+def _redistribute_backward_hook(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient of a partial value is whole on every rank, as torch has it for ``Shard``."""
+
+    def redistribute_backward(grad: DTensor, spec: DTensorSpec, **kwargs: Any) -> Any:
+        if any_ours(grad.placements) and any(p.is_partial() for p in spec.placements):
+            whole = [
+                Replicate() if after.is_partial() and any_ours([now]) else after
+                for now, after in zip(grad.placements, spec.placements)
+            ]
+            spec = DTensorSpec(spec.device_mesh, tuple(whole), tensor_meta=spec.tensor_meta)
+        return stock(grad, spec, **kwargs)
+
+    return redistribute_backward
 
 
 def _norm_orders(placements: Sequence[Placement]) -> set[float]:

@@ -157,6 +157,30 @@ def test_gradients_come_back_in_the_inputs_placement(placement: Placement) -> No
     assert run_ranks(4, autograd_case, placement) == [[]] * 4
 
 
+def partial_case(placement: Placement) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    w = distribute_tensor(whole_matrix(), mesh, [RowAtomic()]).requires_grad_()
+    sums = w.sum(0)
+    assert sums.placements[0].is_partial()
+    moved = sums.redistribute(placements=[placement])
+    (moved**3).sum().backward()
+    assert w.grad is not None and not w.grad.placements[0].is_partial()
+    return [moved.detach().full_tensor(), w.grad.full_tensor()]
+
+
+def whole_matrix() -> Tensor:
+    return torch.randn((5, 4), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("placement", [RowAtomic(), RowAtomic((0, 3, 1)), Owner(1)], ids=str)
+def test_gradients_of_a_reduction_scattered_to_rows_or_an_owner(placement: Placement) -> None:
+    w = whole_matrix().requires_grad_()
+    sums = w.sum(0)
+    (sums**3).sum().backward()
+    for got in run_ranks(3, partial_case, placement):
+        torch.testing.assert_close(got, [sums.detach(), w.grad])
+
+
 def object_case(placement: Placement) -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     wrong = []

@@ -198,11 +198,11 @@ def test_killed_again_and_again_at_random_moments(seed, unbroken, tmp_path):
 
 
 def _damage(folder: Path) -> None:
-    """Flip one bit of a weight, in the second rank's file."""
+    """Flip bits in the second rank's file: of 512 bytes, since fewer could all be padding."""
     path = folder / "__1_0.distcp"
     data = bytearray(path.read_bytes())
-    middle = data.index(b"PK", len(data) // 2) - 200  # inside a record
-    data[middle] ^= 1
+    for at in range(len(data) // 2, len(data) // 2 + 512):
+        data[at] ^= 1
     path.write_bytes(data)
 
 
@@ -211,7 +211,7 @@ def _remove_shard(folder: Path) -> None:
 
 
 CASES: list[tuple[str, Any, tuple[str, ...], str]] = [
-    ("damaged", _damage, (), r"__1_0.distcp: (model|optimizer)\.\S+ is damaged"),
+    ("damaged", _damage, (), r"__1_0.distcp: \S+ is damaged"),
     ("missing", _remove_shard, (), r"__1_0.distcp, which holds"),
     ("model", None, ("--dim=32",), r"was saved with --dim 16, here --dim 32"),
     ("steps", None, ("--steps=3",), r"--steps 3: .* is at step 12 already"),

@@ -23,11 +23,11 @@ help:
 
 setup: $(STAMP)
 
-# Installed again only when what should be installed has changed.
+# Installed again only when what should be installed has changed. Only what is imported is compiled.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found. Install one or set PYTHON=/path/to/python."; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,test,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[train,test,dev]'
 	@touch $(STAMP)
 
 train: $(STAMP)

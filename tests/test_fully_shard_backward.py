@@ -178,6 +178,6 @@ def compiled_blocks(how: str) -> None:
     assert counter.frame_count == len(model.blocks)  # one graph a block, no recompilation
 
 
-@pytest.mark.parametrize("how", ["forward", "before"])
+@pytest.mark.parametrize("how", ["forward", pytest.param("before", marks=pytest.mark.slow)])
 def test_compiled_blocks_give_the_same_gradients_and_keep_no_weights(how):
     run_ranks(2, compiled_blocks, how)

@@ -115,7 +115,7 @@ OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 IN_FP32 = {"ns_dtype": torch.float32, **OPTIONS}
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind", ["rows", "balanced", "owner", "shard", "columns", "replicate", "mixed"]
 )

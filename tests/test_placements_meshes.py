@@ -21,12 +21,12 @@ OPS = UNARY | {
 }
 
 PLACEMENTS = [
-    (RowAtomic(), RowAtomic()),
+    pytest.param((RowAtomic(), RowAtomic()), marks=pytest.mark.slow),
     (RowAtomic((3, 2)), RowAtomic(((0, 3), (1, 1)))),
     (RowAtomic(((0, 3), (1, 1))), RowAtomic((3, 2))),
     (Replicate(), RowAtomic((0, 5))),
-    (RowAtomic((5, 0)), Replicate()),
-    (RowAtomic(), Shard(1)),
+    pytest.param((RowAtomic((5, 0)), Replicate()), marks=pytest.mark.slow),
+    pytest.param((RowAtomic(), Shard(1)), marks=pytest.mark.slow),
     (Shard(1), RowAtomic((0, 5))),
     (Owner(1), Owner(0)),
     (Owner(0), RowAtomic()),

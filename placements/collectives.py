@@ -1,7 +1,7 @@
 """The collectives of this package: the only file here that communicates.
 
-Everything is built on torch's functional collectives, so it traces into one graph under
-``torch.compile``. Every rank of the group must make the same calls in the same order; all
+Whatever compiled code may call is built on torch's functional collectives, so that it traces into
+one graph. Every rank of the group must make the same calls in the same order; all
 decisions here depend on counts that all ranks share. Results are waited for, or handed out
 as ``Pending``.
 """
@@ -104,19 +104,21 @@ def _dim_group(mesh: DeviceMesh, mesh_dim: int, group: dist.ProcessGroup) -> Dim
 
 
 class _Issued(NamedTuple):
-    """A collective issued outside of functional collectives: what it fills, what to wait for."""
+    """Issued outside of functional collectives: what it fills, what to wait for, what it sends."""
 
-    tensor: Tensor
-    work: dist.Work
-
-
-Raw = Tensor | list[Tensor] | _Issued
+    received: Tensor
+    works: Sequence[dist.Work]
+    sent: Tensor
 
 
-def _wait(raw: Raw) -> Any:
+_Raw = Tensor | list[Tensor] | _Issued
+
+
+def _wait(raw: _Raw) -> Any:
     if isinstance(raw, _Issued):
-        raw.work.wait()
-        return raw.tensor
+        for work in raw.works:
+            work.wait()
+        return raw.received
     if isinstance(raw, list):
         return [_ops.wait_tensor(part) for part in raw]
     return _ops.wait_tensor(raw)
@@ -125,7 +127,7 @@ def _wait(raw: Raw) -> Any:
 class Pending:
     """A result on its way: ``wait()`` returns it, on any number of calls."""
 
-    def __init__(self, raw: Raw, finish: Callable[[Any], Tensor]) -> None:
+    def __init__(self, raw: _Raw, finish: Callable[[Any], Tensor]) -> None:
         self._raw, self._finish = raw, finish
         self._result: Tensor | None = None
 
@@ -201,19 +203,6 @@ def exchange_flat_async(
     return Pending(raw, finish)
 
 
-class PendingPairs(Pending):
-    """A batch of sends and receives on its way."""
-
-    def __init__(self, received: Tensor, works: Sequence[dist.Work], sent: Tensor) -> None:
-        self._received, self._works, self._sent = received, works, sent
-
-    def wait(self) -> Tensor:
-        for work in self._works:
-            work.wait()
-        self._works = ()
-        return self._received
-
-
 def exchange_by_pairs(
     send: Tensor,
     send_numels: Sequence[int],
@@ -241,7 +230,7 @@ def exchange_by_pairs(
         for operation, tensor, peer in transfers
     ]
     works = dist.batch_isend_irecv(operations) if operations else []
-    return PendingPairs(received.view(send.dtype), works, wire)
+    return Pending(_Issued(received, works, wire), lambda arrived: arrived.view(send.dtype))
 
 
 def exchange_slices(
@@ -373,8 +362,9 @@ def _start_even_all_gather(wire: Tensor, group: DimGroup) -> Tensor | _Issued:
     if not _runs_in_place(wire):
         return _ops.all_gather_into_tensor(wire, group.size, group.name)
     out = wire.new_empty((group.size * wire.shape[0], *wire.shape[1:]))
-    work = dist.all_gather_single(out, wire.detach(), group=group.process_group, async_op=True)
-    return _Issued(out, work)
+    sent = wire.detach()
+    work = dist.all_gather_single(out, sent, group=group.process_group, async_op=True)
+    return _Issued(out, [work], sent)
 
 
 def _all_gather_uneven(local: Tensor, counts: tuple[int, ...], group: DimGroup) -> Pending:

@@ -36,6 +36,7 @@ from dtensor_owner.checkpoint_checksums import Checksums
 
 METADATA = ".metadata"
 INCOMPLETE = ".incomplete"  # suffix of a folder while it is written
+REMOVED = ".removed"  # suffix of one while it is removed
 
 
 class CheckpointError(RuntimeError):
@@ -45,12 +46,12 @@ class CheckpointError(RuntimeError):
 def is_complete(folder: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint's save came to its end; one that was interrupted is not complete."""
     path = Path(folder)
-    return not path.name.endswith(INCOMPLETE) and (path / METADATA).is_file()
+    return not path.name.endswith((INCOMPLETE, REMOVED)) and (path / METADATA).is_file()
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint so that it is never there in part: what a kill leaves is incomplete."""
-    doomed = folder.with_name(folder.name + INCOMPLETE)
+    """Remove a checkpoint so that it is never there in part: what a kill leaves is marked."""
+    doomed = folder.with_name(folder.name + REMOVED)
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(folder, doomed)
     shutil.rmtree(doomed)

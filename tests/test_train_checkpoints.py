@@ -29,6 +29,7 @@ def _checkpoints(out: Path, *names: str) -> Path:
 def folder(tmp_path) -> Path:
     """Two complete checkpoints, two interrupted ones."""
     found = _checkpoints(tmp_path, "step-00000005", "step-00000010", "step-00000015.incomplete")
+    _checkpoints(tmp_path, "step-00000030.removed")
     (found / "step-00000020").mkdir()  # has no metadata
     return found
 
@@ -73,20 +74,19 @@ def test_there_must_be_a_complete_checkpoint(name, error, folder, tmp_path):
         find(_config(tmp_path, resume=tmp_path / name))
 
 
-def test_what_a_kill_has_left_of_older_checkpoints_goes_with_the_next_save(tmp_path):
-    """Also of a removal: a removed checkpoint has that name while its files go."""
+def test_what_a_kill_has_left_of_a_removal_goes_with_the_next_save(tmp_path):
+    """What it has left of a save is left alone."""
     folder = _checkpoints(
         tmp_path,
         *(f"step-{number:08d}" for number in (10, 15, 20)),
-        "step-00000001.incomplete",
-        "step-00000005.incomplete",
-        "step-00000025.incomplete",  # not reached yet: the save of that name replaces it
-        "notes.incomplete",
+        "step-00000005.removed",
+        "step-00000012.incomplete",
+        "notes.removed",
     )
     prune(_config(tmp_path))
     assert sorted(path.name for path in folder.iterdir()) == [
-        "notes.incomplete",
+        "notes.removed",
+        "step-00000012.incomplete",
         "step-00000015",
         "step-00000020",
-        "step-00000025.incomplete",
     ]

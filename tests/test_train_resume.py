@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from dtensor_owner.checkpoint_files import is_complete
+
 ROOT = Path(__file__).parent.parent
 TEXT = Path(json.__file__).parent  # a text that does not change between the runs
 STEPS = 12
@@ -142,7 +144,7 @@ def test_resumed_on_other_ranks_and_layouts(changes, unbroken, tmp_path):
 
 def _resume_until_done(out: Path, every: int) -> None:
     checkpoints = out / "checkpoints"
-    complete = [path for path in checkpoints.glob("step-*") if path.suffix != ".incomplete"]
+    complete = [path for path in checkpoints.glob("step-*") if is_complete(path)]
     _run(out, f"--checkpoint-every={every}", *([f"--resume={checkpoints}"] if complete else []))
 
 

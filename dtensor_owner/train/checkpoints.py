@@ -15,7 +15,7 @@ from dtensor_owner.checkpoint import (
     load_extra,
     save_checkpoint,
 )
-from dtensor_owner.checkpoint_files import INCOMPLETE, is_complete, remove
+from dtensor_owner.checkpoint_files import REMOVED, is_complete, remove
 from dtensor_owner.train.config import CHECKPOINTS, TrainConfig, flag
 from dtensor_owner.train.data import Corpus
 from dtensor_owner.train.setup import Trainee
@@ -120,15 +120,14 @@ def save(trainee: Trainee, corpus: Corpus, config: TrainConfig, progress: Progre
 def prune(config: TrainConfig) -> None:
     """Remove all but the newest checkpoints; the first rank calls this after a save.
 
-    What a kill has left of older ones, while they were saved or removed, goes too: nobody would
-    save under those names again.
+    What a kill has left of a removal goes too. An interrupted save is left alone until a save of
+    that name replaces it.
     """
     complete = sorted(path for path in config.checkpoints.glob("step-*") if is_complete(path))
     for path in complete[: -config.keep_checkpoints]:
         remove(path)
-    for path in config.checkpoints.glob(f"step-*{INCOMPLETE}"):
-        if path.name < complete[-1].name:
-            shutil.rmtree(path, ignore_errors=True)
+    for path in config.checkpoints.glob(f"step-*{REMOVED}"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_options(path: Path, options: dict[str, Any], done: int, config: TrainConfig) -> None:

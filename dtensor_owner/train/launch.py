@@ -35,7 +35,6 @@ FOLDER = "DTENSOR_OWNER_LAUNCH_FOLDER"  # set for ranks that this file started
 GRACE_SECONDS = 1.0  # once a rank has failed, how long others may take to tell what they saw
 POLL_SECONDS = 0.05
 ERROR_LINES = 60
-_COMPILE_THREADS = ("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def launch(config: TrainConfig) -> int:
@@ -149,9 +148,9 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
 
 def _context(config: TrainConfig) -> SpawnContext | ForkContext:
     """How processes start: forked with all imports made, unless CUDA or the system forbids it."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read where torch is imported
     if config.device != "cpu" or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
-    os.environ.setdefault(*_COMPILE_THREADS)  # read by the import
     modules = ["dtensor_owner.train.loop"]
     if config.compile:
         modules.append("torch._inductor.compile_fx")
@@ -165,7 +164,6 @@ def _environment(config: TrainConfig, rank: int, folder: Path) -> dict[str, str]
     defaults = {
         # Ranks that share the cores fairly are faster than ranks that fight for them.
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),
-        _COMPILE_THREADS[0]: _COMPILE_THREADS[1],
     }
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:  # gloo would look up the host's own name, which not every machine can

@@ -84,8 +84,10 @@ def run_rank(config: TrainConfig, *, init_method: str | None = None) -> None:
     """
     phases = Phases()
     with phases("start"):
-        if threads := os.environ.get("OMP_NUM_THREADS"):  # a forked rank has imported torch before
-            torch.set_num_threads(int(threads.split(",")[0]))
+        # A forked rank's environment is set after it has imported torch.
+        threads, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")
+        if threads.isdecimal() and int(threads):
+            torch.set_num_threads(int(threads))
         ranks, mesh = _join(config, init_method)
         is_first = ranks.rank == 0
         display = Terminal() if is_first else Silent()

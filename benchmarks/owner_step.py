@@ -248,6 +248,7 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
         "Shard(0)": (sharded, {}),
         "RowAtomic groups, plain form": (rows, {"ns_method": "plain"}),
         "RowAtomic groups": (rows, {}),
+        'RowAtomic groups, owners="any"': (rows, {"owners": "any"}),
         "Owner at rest": (at_rest, {}),
     }
     if not arguments.backend:

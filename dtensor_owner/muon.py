@@ -69,7 +69,8 @@ class Muon(torch.optim.Optimizer):
             the group, e.g. ``(q, k, v)`` of a fused QKV weight; each is orthogonalized alone.
         adamw: Defaults of AdamW groups.
         owners: ``"holders"``: an owner holds some of its matrix, so that a matrix with one
-            holder does not move; ``"any"``: every rank may own, better balanced, more moves.
+            holder does not move; ``"any"``: every rank may own, which balances loads to 5 %
+            where holders cannot, and moves what that takes.
         ranks_per_node: Consecutive ranks of a mesh that share a node; among owners that balance
             alike, those on the node that holds most of a matrix are preferred.
         transport: How an exchange is done: ``"all_to_all"`` with splits, or one batch of

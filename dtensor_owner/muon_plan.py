@@ -22,6 +22,9 @@ from dtensor_owner.owner_work import Work, fill_buckets
 
 Shape = tuple[int, int]
 
+# Owners anywhere: how far above the bound the highest load may be where that moves less.
+_TOLERANCE = 0.05
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -247,8 +250,15 @@ def plan_step(
         Work.from_counts(cost, matrix.held_counts(num_ranks))
         for cost, matrix in zip(costs, matrices)
     ]
-    anywhere = eligible == "any"
-    owners = tuple(balance(works, num_ranks, anywhere=anywhere, ranks_per_node=ranks_per_node))
+    owners = tuple(
+        balance(
+            works,
+            num_ranks,
+            anywhere=eligible == "any",
+            ranks_per_node=ranks_per_node,
+            tolerance=_TOLERANCE,
+        )
+    )
     plan = StepPlan(mesh_shape, tuple(matrices), owners, (), costs)
     kinds: dict[tuple[int, bool, torch.dtype], list[int]] = {}
     for index, (group, dtype) in enumerate(zip(groups, dtypes)):

@@ -10,6 +10,7 @@ Everything is deterministic: equal inputs give equal owners on every rank and in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from functools import partial
 
 from dtensor_owner.owner_sweep import sweep
@@ -29,6 +30,10 @@ _ITEMS_OF_THIRD_START = 5_000
 _LOOKS_OF_FULL_START = 1_000_000
 # Stop lowering the highest load once it is this close (in 1/1000) to the lower bound.
 _GOOD_ENOUGH_PERMILLE = 2
+# What giving up balance must save, in 1/1000 of the elements moved.
+_LEAST_SAVING_PERMILLE = 100
+# Up to so many items times ranks, owners anywhere are also looked for from those of holders alone.
+_SIZE_OF_THRIFT = 20_000_000
 
 
 class Balancer:
@@ -105,9 +110,60 @@ class Balancer:
         windows = self.allowed[item]
         return len(windows) == 1 and windows[0][1] - windows[0][0] == 1
 
-    def lower_highest(self, bound: int) -> None:
-        """Move work off the most loaded rank, along chains of ranks, until none helps."""
-        good = bound + bound * _GOOD_ENOUGH_PERMILLE // 1000
+    def moved(self) -> int:
+        """Elements that the owners do not hold themselves."""
+        return sum(work.numel - work.held_by(owner) for work, owner in zip(self.works, self.owners))
+
+    def shed(self, cap: int) -> None:
+        """Move work off ranks loaded beyond ``cap``, the fewest elements for its cost first.
+
+        Single moves to the least loaded rank; where none fits, swaps with a few such ranks.
+        """
+        everyone = ((0, self.loads.num_ranks),)
+        while (highest := self.highest()) > cap:
+            rank, target = self.loads.of.index(highest), self.loads.least(everyone)
+            trades = self._trades(rank, target, cap, swap=False) or [
+                trade
+                for other in sorted(range(self.loads.num_ranks), key=self.loads.of.__getitem__)[:4]
+                for trade in self._trades(rank, other, cap, swap=True)
+            ]
+            if not trades:
+                return
+            _, item, back, target = min(trades)
+            self.assign(item, target)
+            if back >= 0:
+                self.assign(back, rank)
+
+    def _trades(
+        self, rank: int, target: int, cap: int, *, swap: bool
+    ) -> list[tuple[Fraction, int, int, int]]:
+        """What ``target`` has room for: (elements moved for each unit of load, item, item that
+        comes back or -1, target)."""
+        room, trades = cap - self.loads.of[target], []
+        returns = self._some_of(target) if swap else [-1]
+        for item in self._some_of(rank):
+            for back in returns:
+                cost = self._cost(item) - (self._cost(back) if back >= 0 else 0)
+                if 0 < cost <= room:
+                    moved = self._more_moved(item, rank, target)
+                    moved += self._more_moved(back, target, rank) if back >= 0 else 0
+                    trades.append((Fraction(moved, cost), item, back, target))
+        return trades
+
+    def _some_of(self, rank: int) -> list[int]:
+        """A few items of each kind on the rank."""
+        return [item for items in self._on_rank[rank].values() for item in items[:8]]
+
+    def _more_moved(self, item: int, rank: int, target: int) -> int:
+        return self.works[item].held_by(rank) - self.works[item].held_by(target)
+
+    def lower_highest(self, bound: int, good: int | None = None) -> None:
+        """Move work off the most loaded rank, along chains of ranks, until none helps.
+
+        ``good`` is the highest load to stop at, by default one close to ``bound``.
+        """
+        if good is None:
+            good = bound + bound * _GOOD_ENOUGH_PERMILLE // 1000
         while self._budget > 0:
             highest = self.highest()
             if highest <= good:
@@ -273,7 +329,12 @@ def _minus(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
 
 
 def balance(
-    works: Sequence[Work], num_ranks: int, *, anywhere: bool = False, ranks_per_node: int = 1
+    works: Sequence[Work],
+    num_ranks: int,
+    *,
+    anywhere: bool = False,
+    ranks_per_node: int = 1,
+    tolerance: float = 0.0,
 ) -> list[int]:
     """Return the owner of each work item.
 
@@ -283,6 +344,8 @@ def balance(
         anywhere: Whether a rank that holds nothing of an item may own it.
         ranks_per_node: Ranks ``[k * n, (k + 1) * n)`` share a node; transfers inside a node
             are preferred. 1 means that all transfers cost the same.
+        tolerance: How far above the bound, as a part of it, the highest load may be where
+            work may go anywhere and that saves a tenth of the elements moved or more.
 
     The highest load is close to the lower bound; see ``docs/owner_planning.md`` for how close.
     """
@@ -306,8 +369,27 @@ def balance(
             best.lower_highest(bound)
     if best.highest() > bound and len(works) <= _ITEMS_OF_EXACT_SEARCH:
         best.search_exactly(bound)
+    cap = max(best.highest(), bound + bound * round(tolerance * 1000) // 1000)
     best.prefer_near(ranks_per_node)
+    if anywhere and tolerance and len(works) * num_ranks <= _SIZE_OF_THRIFT:
+        thrifty = _from_holders(works, num_ranks, bound, cap, ranks_per_node)
+        saved = best.moved() - thrifty.moved()
+        if thrifty.highest() <= cap and saved * 1000 >= best.moved() * _LEAST_SAVING_PERMILLE:
+            best = thrifty
     return best.owners
+
+
+def _from_holders(
+    works: Sequence[Work], num_ranks: int, bound: int, cap: int, ranks_per_node: int
+) -> Balancer:
+    """The owners that holders alone would be, less the work that takes a load beyond ``cap``."""
+    attempt = Balancer(works, num_ranks, anywhere=True)
+    for item, rank in enumerate(balance(works, num_ranks, ranks_per_node=ranks_per_node)):
+        attempt.assign(item, rank)
+    attempt.shed(cap)
+    attempt.lower_highest(bound, cap)
+    attempt.prefer_near(ranks_per_node)
+    return attempt
 
 
 def _starts(

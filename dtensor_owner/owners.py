@@ -295,6 +295,7 @@ def plan_owners(
     eligible: Literal["holders", "any"] = "holders",
     replicas: int = 1,
     ranks_per_node: int = 1,
+    tolerance: float = 0.02,
     bucket_numel: int | None = None,
 ) -> OwnerPlan:
     """Choose the owners of all parameters of all groups together.
@@ -312,6 +313,8 @@ def plan_owners(
             ``replicas * dp_size`` ranks; a matrix still has one owner in all.
         ranks_per_node: Consecutive ranks that share a node; transfers inside a node are
             preferred. 1: all transfers count the same.
+        tolerance: With ``eligible="any"``, how far above the lower bound, as a part of it, the
+            highest load may be where that saves a tenth of the elements moved or more.
         bucket_numel: Cut the work into buckets, of which one owner collects at most so many
             elements each (a larger matrix is alone with its owner in a bucket).
 
@@ -326,13 +329,21 @@ def plan_owners(
         raise ValueError(
             f"replicas and ranks_per_node must be >= 1, got {replicas} and {ranks_per_node}."
         )
+    if not 0 <= tolerance <= 1:
+        raise ValueError(f"tolerance must be in [0, 1], got {tolerance}: 0.02 allows 2 %.")
     cost_fn = ns_cost_fn(5) if cost_fn is None else cost_fn
     num_ranks = _common_dp_size(groups) * replicas
     layouts = [layout for group in groups for layout in group.values()]
     costs = [cost_fn(layout) for layout in layouts]
     works = _works(_as_ints(costs), layouts, replicas)
     anywhere = eligible == "any"
-    chosen = balance(works, num_ranks, anywhere=anywhere, ranks_per_node=ranks_per_node)
+    chosen = balance(
+        works,
+        num_ranks,
+        anywhere=anywhere,
+        ranks_per_node=ranks_per_node,
+        tolerance=tolerance,
+    )
     loads: list[Cost] = [0] * num_ranks
     for cost, owner in zip(costs, chosen):
         loads[owner] += cost

@@ -244,6 +244,44 @@ class TestJointPlans:
         assert plan_owners([{0: layout}], eligible="any").owners == ({0: 2},)
         assert assign_owner_work({0: layout}) == {0: 0}  # the seed's rule: the first one
 
+    @pytest.mark.parametrize("num_ranks", [2, 4])
+    def test_a_little_balance_is_given_up_for_much_less_to_move(self, num_ranks):
+        layer = [(512, 512)] * 4 + [(1376, 512)] * 2 + [(512, 1376)]
+        groups = [split_unpadded(layer, num_ranks)] * 8
+        cost = ns_flops_cost_fn(5)
+        holders = plan_owners(groups, cost_fn=cost)
+        tight = plan_owners(groups, cost_fn=cost, eligible="any", tolerance=0)
+        thrifty = plan_owners(groups, cost_fn=cost, eligible="any")
+        assert max(holders.loads) > 1.02 * thrifty.lower_bound
+        assert max(tight.loads) == tight.lower_bound
+        assert max(thrifty.loads) <= 1.02 * thrifty.lower_bound
+        assert thrifty.moved_numel < 0.5 * tight.moved_numel
+
+    @given(
+        st.lists(
+            st.tuples(st.integers(1, 20), st.lists(st.integers(0, 9), min_size=4, max_size=4)),
+            max_size=14,
+        ),
+        st.sampled_from([0.02, 0.05, 0.3]),
+    )
+    def test_tolerance_bounds_the_load_and_never_moves_more(self, items, tolerance):
+        groups = [{i: ParameterLayout((sum(n),), tuple(n)) for i, (_, n) in enumerate(items)}]
+        costs = {n: c for c, n in ((c, tuple(n)) for c, n in items)}
+
+        def plan(tolerance):
+            return plan_owners(
+                groups,
+                cost_fn=lambda layout: costs[layout.flat_counts],
+                eligible="any",
+                tolerance=tolerance,
+            )
+
+        tight, thrifty = plan(0), plan(tolerance)
+        bound = max(max(tight.loads), (1 + tolerance) * tight.lower_bound)
+        assert max(thrifty.loads) <= bound
+        assert thrifty.moved_numel <= tight.moved_numel
+        assert sum(thrifty.loads) == sum(tight.loads)
+
     def test_the_node_that_holds_most_is_preferred(self):
         # Node 0 = ranks 0, 1 holds 9 of 16; rank 2 holds most of any single rank.
         layout = ParameterLayout((4, 4), (4, 5, 7, 0))
@@ -267,6 +305,8 @@ class TestJointPlans:
             plan_owners([{0: layout}, {0: ParameterLayout((4, 2), (8,))}])
         with pytest.raises(ValueError, match='"holders" or "any"'):
             plan_owners([{0: layout}], eligible="all")
+        with pytest.raises(ValueError, match=r"tolerance must be in \[0, 1\], got 2"):
+            plan_owners([{0: layout}], eligible="any", tolerance=2)
         with pytest.raises(ValueError, match="got 0 and 1"):
             plan_owners([{0: layout}], replicas=0)
 

@@ -113,11 +113,11 @@ class Moves:
 
     def all_gather(self) -> None:
         part = self.full.chunk(self.ranks)[self.me]
-        dist.all_gather_into_tensor(torch.empty_like(self.full), part)
+        dist.all_gather_single(torch.empty_like(self.full), part)
 
     def reduce_scatter(self) -> None:
         part = torch.empty(self.rows // self.ranks, COLUMNS, device=self.device)
-        dist.reduce_scatter_tensor(part, self.full)
+        dist.reduce_scatter_single(part, self.full)
 
     def broadcasts(self, rows: Any) -> None:
         """Each rank's rows arrive in a whole tensor; the own ones are copied into it."""

@@ -39,6 +39,10 @@ _WIRE_DTYPES = frozenset(
     }
 )
 
+# Devices on which collectives of equal parts are left for broadcasts into place and exchanges:
+# gloo takes 1.2 to 2.4 times as long for an all_gather, 1.6 to 5 times for a reduce_scatter.
+_DIRECT_DEVICES = frozenset({"cpu"})
+
 _ALIGNED_BYTES = 64  # what follows so many bytes is aligned as a tensor of its own would be
 
 
@@ -303,7 +307,8 @@ def all_gather_rows(
     Args:
         local: ``(counts[coordinate], ...)``; trailing dims equal on all ranks.
         counts: Rows of each rank, by coordinate.
-        algorithm: How; ``None`` chooses by ``counts`` alone, so that all ranks agree.
+        algorithm: How; ``None`` chooses by ``counts`` and the kind of device alone, so that all
+            ranks agree.
 
     Returns:
         ``(sum(counts), ...)``, contiguous.
@@ -324,7 +329,7 @@ def all_gather_rows_async(
     shape = (sum(counts), *local.shape[1:])
     if group.size == 1 or 0 in shape:
         return _done(local.contiguous() if group.size == 1 else local.new_empty(shape))
-    algorithm = algorithm or choose_algorithm(counts)
+    algorithm = algorithm or _choose_algorithm(local, counts)
     if algorithm is Algorithm.UNEVEN:
         return _all_gather_uneven(local, counts, group)
     staging_rows = max(counts)
@@ -350,6 +355,12 @@ def all_gather_rows_async(
         )
 
     return Pending(raw, finish)
+
+
+def _choose_algorithm(tensor: Tensor, counts: Sequence[int]) -> Algorithm:
+    if tensor.device.type in _DIRECT_DEVICES and _runs_in_place(tensor):
+        return Algorithm.UNEVEN
+    return choose_algorithm(counts)
 
 
 def _start_even_all_gather(wire: Tensor, group: DimGroup) -> Tensor | _Issued:
@@ -401,7 +412,7 @@ def reduce_scatter_rows(
         full: ``(sum(counts), ...)`` on every rank.
         counts: Rows each rank keeps, by coordinate.
         op: "sum", "avg", "max", "min" or "product".
-        algorithm: How; ``None`` chooses by ``counts`` alone.
+        algorithm: How; ``None`` chooses by ``counts`` and the kind of device alone.
 
     Returns:
         ``(counts[coordinate], ...)``, contiguous. "avg" divides by the number of ranks once.
@@ -426,7 +437,7 @@ def reduce_scatter_rows_async(
         return _done(full.contiguous().clone())
     if full.numel() == 0:
         return _done(full.new_empty((mine, *full.shape[1:])))
-    algorithm = algorithm or choose_algorithm(counts)
+    algorithm = algorithm or _choose_algorithm(full, counts)
     if algorithm is Algorithm.UNEVEN:
         return _reduce_scatter_uneven(full, counts, op, group)
     chunks = full.split(list(counts))
@@ -446,22 +457,15 @@ def _reduce_scatter_uneven(
 ) -> Pending:
     row_shape = full.shape[1:]
     row_numel = row_shape.numel()
-    me = group.coordinate
-    send_numels = [0 if c == me else rows * row_numel for c, rows in enumerate(counts)]
-    mine = counts[me] * row_numel
-    recv_numels = [0 if c == me else mine for c in range(group.size)]
-    flat = full.reshape(-1)
-    start = sum(counts[:me]) * row_numel
-    own = flat[start : start + mine]
-    send = torch.cat([flat[:start], flat[start + mine :]])
-    pending = exchange_flat_async(send, send_numels, recv_numels, group)
+    mine = counts[group.coordinate]
+    send_numels = [rows * row_numel for rows in counts]
+    recv_numels = [mine * row_numel] * group.size
+    pending = exchange_flat_async(full.reshape(-1), send_numels, recv_numels, group)
 
     def finish(received: Tensor) -> Tensor:
-        others = received.view(group.size - 1, mine)
-        # Summed in coordinate order on every rank, so the result is repeatable.
-        stacked = torch.cat([others[:me], own.unsqueeze(0), others[me:]])
-        reduced = _reduce_stack(stacked, op).view(counts[me], *row_shape)
-        return reduced if op != "avg" else reduced / group.size
+        # In coordinate order on every rank, so the result is repeatable.
+        reduced = _reduce_stack(received.view(group.size, mine, *row_shape), op)
+        return _finish_op(reduced, op, group.size)
 
     return pending.then(finish)
 

@@ -23,7 +23,7 @@ from placements.collectives import (
 )
 from placements.geometry import chunk_counts
 from placements.owner import Owner
-from placements.plan import Algorithm, Collective, Plan, Step, make_plan
+from placements.plan import Collective, Plan, Step, make_plan
 
 _EXCHANGED = (Collective.POINT_TO_POINT, Collective.ALL_GATHER, Collective.BROADCAST)
 
@@ -153,7 +153,7 @@ def _run_point_to_point(local: Tensor, step: Step, group: DimGroup) -> Tensor:
 
 
 def _run_all_gather(local: Tensor, step: Step, group: DimGroup) -> Tensor:
-    return all_gather_rows(local, step.source_counts, group, algorithm=step.algorithm)
+    return all_gather_rows(local, step.source_counts, group)
 
 
 def _run_broadcast(local: Tensor, step: Step, group: DimGroup) -> Tensor:
@@ -164,18 +164,14 @@ def _run_broadcast(local: Tensor, step: Step, group: DimGroup) -> Tensor:
 
 
 def _run_reduce_scatter(local: Tensor, step: Step, group: DimGroup) -> Tensor:
-    return reduce_scatter_rows(
-        local, step.target_counts, _reduce_op(step), group, algorithm=step.algorithm
-    )
+    return reduce_scatter_rows(local, step.target_counts, _reduce_op(step), group)
 
 
 def _run_reduce(local: Tensor, step: Step, group: DimGroup) -> Tensor:
     """reduce_scatter of even chunks, then the chunks to the owner: no rank receives N tensors."""
     assert isinstance(step.target, Owner)
     counts = chunk_counts(local.numel(), group.size)
-    chunk = reduce_scatter_rows(
-        local.reshape(-1), counts, _reduce_op(step), group, algorithm=Algorithm.STAGED
-    )
+    chunk = reduce_scatter_rows(local.reshape(-1), counts, _reduce_op(step), group)
     owner = step.target.rank
     is_owner = group.coordinate == owner
     send = [chunk.numel() if c == owner and not is_owner else 0 for c in range(group.size)]

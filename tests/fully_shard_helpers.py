@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +199,9 @@ def record_gathers(model: Model) -> Callable[[], list[str]]:
 
     def alive() -> list[str]:
         assert found, "nothing was gathered: record before running the model"
+        deadline = time.monotonic() + 0.2  # threads of gloo hold a buffer a moment longer
+        while any(gathered.is_alive() for gathered in found) and time.monotonic() < deadline:
+            time.sleep(0.005)
         return [gathered.module for gathered in found if gathered.is_alive()]
 
     return alive

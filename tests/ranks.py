@@ -31,6 +31,7 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Imported once, in the fork server; the workers share the pages.
 PRELOADED = [
@@ -255,6 +256,17 @@ def _run_task(pipe: connection.Connection, task: bytes) -> None:
         return
     # The default group counts as one.
     _answer(pipe, result=result, subgroups=len(torch.distributed.distributed_c10d._world.pg_map))
+
+
+def by_tensor_collectives(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``fn`` with equal parts carried as on accelerators: by the even tensor collectives.
+
+    For ``run_ranks``. On a CPU the library otherwise leaves them for what gloo does faster.
+    """
+    from placements import collectives
+
+    with mock.patch.object(collectives, "_DIRECT_DEVICES", frozenset()):
+        return fn(*args, **kwargs)
 
 
 def _clean_up() -> None:

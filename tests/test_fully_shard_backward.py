@@ -27,7 +27,7 @@ from tests.fully_shard_helpers import (
     shard_gpt,
     tokens_of,
 )
-from tests.ranks import run_ranks
+from tests.ranks import by_tensor_collectives, run_ranks
 
 # ---------------------------------------------------------- collectives, memory
 
@@ -57,7 +57,7 @@ def count_collectives(keep: bool) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("keep", [False, True])
 def test_one_gather_and_one_reduce_scatter_per_group(world_size, keep):
     groups = GPT_SIZES["layers"] + 1
-    for counts in run_ranks(world_size, count_collectives, keep):
+    for counts in run_ranks(world_size, by_tensor_collectives, count_collectives, keep):
         forward, backward = counts["forward"], counts["backward"]
         assert sum(forward.values()) == groups and "reduce_scatter_tensor" not in forward
         assert sum(backward.values()) == (groups if keep else 2 * groups)

@@ -30,7 +30,7 @@ from tests.fully_shard_helpers import (
     shard_gpt,
     tokens_of,
 )
-from tests.ranks import run_ranks
+from tests.ranks import by_tensor_collectives, run_ranks
 
 
 def collectives(function: Any) -> dict[str, int]:
@@ -68,7 +68,7 @@ def accumulation(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["sync", "set", "no_sync"])
 def test_accumulated_gradients_are_reduced_once(how):
-    run_ranks(3, accumulation, how)
+    run_ranks(3, by_tensor_collectives, accumulation, how)
 
 
 class Branches(nn.Module):
@@ -210,7 +210,7 @@ def unsharded_by_the_user() -> None:
 
 
 def test_unshard_and_reshard():
-    run_ranks(3, unsharded_by_the_user)
+    run_ranks(3, by_tensor_collectives, unsharded_by_the_user)
 
 
 def steps_between(options: dict[str, Any]) -> None:
@@ -267,11 +267,11 @@ def kept_by_neighbours(num_ranks: int | None) -> tuple[list[int], int]:
 
 
 def test_weights_kept_by_neighbours():
-    groups = 3
-    assert run_ranks(4, kept_by_neighbours, 2) == [([0, 0], groups)] * 4
-    assert run_ranks(4, kept_by_neighbours, 1) == [([groups] * 2, 0)] * 4  # kept by every rank
-    assert run_ranks(4, kept_by_neighbours, 4) == [([0, 0], groups)] * 4  # sharded again
-    assert run_ranks(4, kept_by_neighbours, None) == [([1, 1], groups - 1)] * 4  # the root alone
+    groups, case = 3, (by_tensor_collectives, kept_by_neighbours)
+    assert run_ranks(4, *case, 2) == [([0, 0], groups)] * 4
+    assert run_ranks(4, *case, 1) == [([groups] * 2, 0)] * 4  # kept by every rank
+    assert run_ranks(4, *case, 4) == [([0, 0], groups)] * 4  # sharded again
+    assert run_ranks(4, *case, None) == [([1, 1], groups - 1)] * 4  # the root alone
 
 
 # ------------------------------------------------------------------------------------- copies

@@ -29,7 +29,7 @@ from tests.fully_shard_helpers import (
     shard_gpt,
     tokens_of,
 )
-from tests.ranks import run_ranks
+from tests.ranks import by_tensor_collectives, run_ranks
 
 HSDP, HFSDP = None, (0, 1)
 
@@ -248,5 +248,5 @@ def gathers_over_the_outer_dim() -> list[int]:
 
 def test_hfsdp_gathers_over_the_outer_dim_once_in_forward_and_backward():
     forward, inner_gathers, reductions = 3 * 2, 3, 3 * 2
-    for counts in run_ranks(4, gathers_over_the_outer_dim):
+    for counts in run_ranks(4, by_tensor_collectives, gathers_over_the_outer_dim):
         assert counts == [forward, inner_gathers + reductions] * 2

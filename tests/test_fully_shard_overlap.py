@@ -26,7 +26,7 @@ from tests.fully_shard_helpers import (
     shard_gpt,
     tokens_of,
 )
-from tests.ranks import run_ranks
+from tests.ranks import by_tensor_collectives, run_ranks
 
 _ISSUE = {
     "broadcast_": "gather",
@@ -224,6 +224,8 @@ def test_order_of_issue(prefetch):
     forward, backward = ["\n".join(events) for events in orders[0]]
     assert (forward, backward) == (FORWARD[prefetch], BACKWARD[prefetch])
     assert orders[1:] == orders[:1] * 2
+    if prefetch == 1:
+        assert run_ranks(3, by_tensor_collectives, order_of_issue, prefetch) == orders
 
 
 class Router(nn.Module):

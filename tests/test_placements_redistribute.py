@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
-from placements import BlockAtomic, Owner, RowAtomic, distribute_tensor, redistribute_group
+from placements import (
+    BlockAtomic,
+    Owner,
+    RowAtomic,
+    collectives,
+    distribute_tensor,
+    redistribute_group,
+)
 from placements.boxes import check_placements, is_ours, local_box
 from placements.geometry import balanced_counts
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import RankFailure, by_tensor_collectives, run_ranks
 
 SHAPES = [(7, 3), (2, 5), (0, 3), (1, 1), (4, 0), (6,), (1,), (5, 2, 3)]
 DTYPES = [
@@ -128,6 +137,24 @@ def one_dim_case(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> li
 def test_all_pairs_on_one_mesh_dim(ranks: int) -> None:
     shapes = [(7, 3), (0, 3), (2, 2, 2)] if ranks in (3, 5) else [(5, 2), (1,)]
     assert run_ranks(ranks, one_dim_case, shapes, [torch.float32]) == [[]] * ranks
+
+
+def tensor_collectives_case() -> list[str]:
+    """As on accelerators, where equal parts, padded if need be, go by tensor collectives."""
+    even = collectives._start_even_all_gather
+    with (
+        mock.patch.object(collectives, "_start_even_all_gather", wraps=even) as gathers,
+        CommDebugMode() as mode,
+    ):
+        wrong = one_dim_case([(7, 3)], [torch.float32]) + one_dim_case([(6,)], [torch.bool])
+        wrong += partial_case((dist.get_world_size(),), [(7, 3), (6, 2)])
+    reductions = mode.get_comm_counts()[torch.ops.c10d_functional.reduce_scatter_tensor]
+    return wrong if gathers.call_count and reductions else ["tensor collectives were not used"]
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_all_pairs_by_tensor_collectives(ranks: int) -> None:
+    assert run_ranks(ranks, by_tensor_collectives, tensor_collectives_case) == [[]] * ranks
 
 
 def test_all_dtypes_travel() -> None:

@@ -10,7 +10,6 @@ of all files of a checkpoint; the payload is what the tensors hold.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
 import tempfile
@@ -22,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from benchmarks.launch import run_on_ranks
 from dtensor_owner.checkpoint import save_checkpoint
 from dtensor_owner.fully_shard import fully_shard
 from dtensor_owner.layout import ShardLayout
@@ -61,11 +60,7 @@ class Saver:
         dcp.save({"model": named, "optimizer": {"state": state}}, checkpoint_id=folder)
 
 
-def measure(rank: int, args: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"{folder}/store", args.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
+def measure(args: argparse.Namespace, folder: str) -> None:
     savers = {variant: Saver(variant, args) for variant in VARIANTS}
     rounds, sizes = [], {}
     for number in range(-1, args.rounds):  # the first round warms up
@@ -78,16 +73,15 @@ def measure(rank: int, args: argparse.Namespace, folder: str) -> None:
             savers[variant].save(target)
             seconds[variant] = time.perf_counter() - start
             dist.barrier()
-            if rank == 0:
+            if dist.get_rank() == 0:
                 sizes[variant] = sum(file.stat().st_size for file in Path(target).iterdir())
                 shutil.rmtree(target)
         slowest = torch.tensor([seconds[variant] for variant in VARIANTS])
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         if number >= 0:
             rounds.append(dict(zip(VARIANTS, slowest.tolist())))
-    if rank == 0:
+    if dist.get_rank() == 0:
         report(savers[STOCK].model, rounds, sizes)
-    dist.destroy_process_group()
 
 
 def report(model: nn.Module, rounds: list[dict[str, float]], sizes: dict[str, int]) -> None:
@@ -112,7 +106,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        mp.spawn(measure, args=(args, folder), nprocs=args.ranks)
+        run_on_ranks(measure, args.ranks, args, folder)
 
 
 if __name__ == "__main__":

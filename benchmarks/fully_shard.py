@@ -14,21 +14,19 @@ few common factors, so that PADDED pads them.
 from __future__ import annotations
 
 import argparse
-import os
 import resource
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from benchmarks.launch import run_on_ranks
 from dtensor_owner.fully_shard import fully_shard
 from dtensor_owner.layout import ShardLayout, build_row_atomic_layout
 from dtensor_owner.train.model import GPT, summed_loss
@@ -115,22 +113,8 @@ class Trainee:
             torch.cuda.synchronize()
 
 
-def start(rank: int, args: argparse.Namespace, folder: str) -> DeviceMesh:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if args.device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if args.device == "cuda" else "gloo",
-        store=dist.FileStore(f"{folder}/store", args.ranks),
-        rank=rank,
-        world_size=args.ranks,
-    )
-    return init_device_mesh(args.device, (args.ranks,))
-
-
-def measure_time(rank: int, args: argparse.Namespace, folder: str) -> None:
-    mesh = start(rank, args, folder)
+def measure_time(args: argparse.Namespace) -> None:
+    mesh = init_device_mesh(args.device, (args.ranks,))
     trainees = {variant: Trainee(variant, args, mesh) for variant in VARIANTS}
     for trainee in trainees.values():
         trainee.seconds(2)
@@ -142,7 +126,7 @@ def measure_time(rank: int, args: argparse.Namespace, folder: str) -> None:
         slowest = torch.tensor([seconds[variant] for variant in VARIANTS], device=args.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         rounds.append(dict(zip(VARIANTS, slowest.tolist())))
-    if rank == 0:
+    if dist.get_rank() == 0:
         print("| variant | ms a step (median) | to torch fully_shard (quartiles) | to PADDED |")
         print("|---|---:|---:|---:|")
         for variant in VARIANTS:
@@ -151,8 +135,6 @@ def measure_time(rank: int, args: argparse.Namespace, folder: str) -> None:
                 f"| {variant} | {milliseconds:.1f} | {ratio(rounds, variant, STOCK)} "
                 f"| {ratio(rounds, variant, PADDED)} |"
             )
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def ratio(rounds: list[dict[str, float]], variant: str, reference: str) -> str:
@@ -160,16 +142,15 @@ def ratio(rounds: list[dict[str, float]], variant: str, reference: str) -> str:
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
-def measure_memory(rank: int, args: argparse.Namespace, folder: str, variant: str) -> None:
-    mesh = start(rank, args, folder)
+def measure_memory(args: argparse.Namespace, variant: str) -> None:
+    mesh = init_device_mesh(args.device, (args.ranks,))
     trainee = Trainee(variant, args, mesh)
     before = peak_bytes(args)
     trainee.seconds(3)
     mebibytes = torch.tensor([(peak_bytes(args) - before) / 2**20], device=args.device)
     dist.all_reduce(mebibytes, dist.ReduceOp.MAX)
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(f"| {variant} | {mebibytes.item():.0f} |", flush=True)
-    dist.destroy_process_group()
 
 
 def peak_bytes(args: argparse.Namespace) -> int:
@@ -177,11 +158,6 @@ def peak_bytes(args: argparse.Namespace) -> int:
     if args.device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def spawn(function: Callable[..., None], args: argparse.Namespace, *more: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(function, args=(args, folder, *more), nprocs=args.ranks)
 
 
 def main() -> None:
@@ -201,11 +177,11 @@ def main() -> None:
         f"{args.model} of {count:,} parameters, {args.ranks} ranks, {args.device}; PADDED pads a "
         f"block by {padded.padding_report().percent:.1f} %\n"
     )
-    spawn(measure_time, args)
+    run_on_ranks(measure_time, args.ranks, args, device=args.device)
     print("\n| variant | MiB that training adds to the model, at its peak (largest rank) |")
     print("|---|---:|", flush=True)
     for variant in VARIANTS:
-        spawn(measure_memory, args, variant)
+        run_on_ranks(measure_memory, args.ranks, args, variant, device=args.device)
 
 
 if __name__ == "__main__":

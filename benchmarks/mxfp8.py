@@ -9,17 +9,16 @@ gloo; bytes follow from the layouts alone.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from padding_table import DEEPSEEK_V3_DENSE, LLAMA_3_8B
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 
+from benchmarks.launch import run_on_ranks
 from dtensor_owner.buffer import DBuffer
 from dtensor_owner.layout import ShardLayout, build_row_atomic_layout
 from dtensor_owner.mxfp8 import (
@@ -92,11 +91,8 @@ def bytes_table() -> str:
     return "\n".join(lines)
 
 
-def gather_seconds(rank: int, ranks: int, folder: str) -> None:
+def gather_seconds(ranks: int) -> None:
     """Print, on rank 0, what a gather to bf16 weights takes either way."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     tensors = [torch.randn(shape) for shape in GATHERED]
     master = DBuffer.distribute_tensors(tensors, mesh, [RowAtomic()], block_size=32)
@@ -116,13 +112,12 @@ def gather_seconds(rank: int, ranks: int, folder: str) -> None:
             "MXFP8": synchronized(lambda: mxfp8.start(master, bf16).wait()),
         }
     )
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(f"{len(GATHERED)} matrices {GATHERED[0]}, {ranks} gloo ranks on this machine\n")
         print("| gather | bytes | ms |\n|---|---:|---:|")
         print(f"| bf16 | {master.layout.size * 2:,} | {seconds['bf16'] * 1e3:.1f} |")
         size = mxfp8.layouts.data.size + mxfp8.layouts.rowwise_scale.size
         print(f"| MXFP8, dequantized to bf16 | {size:,} | {seconds['MXFP8'] * 1e3:.1f} |")
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -134,8 +129,7 @@ def main() -> None:
     print()
     print(bytes_table())
     print()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(gather_seconds, (arguments.ranks, folder), nprocs=arguments.ranks)
+    run_on_ranks(gather_seconds, arguments.ranks, arguments.ranks)
 
 
 if __name__ == "__main__":

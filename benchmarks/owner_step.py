@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,13 +25,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.launch import run_on_ranks
 from dtensor_owner import (
     Muon,
     Owner,
@@ -277,9 +276,7 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
     ]
 
 
-def run_rank(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{store}")
+def run_rank(arguments: argparse.Namespace) -> None:
     variants = variants_of(arguments)
     for variant in variants:
         with counted(variant):
@@ -295,11 +292,10 @@ def run_rank(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -
             dist.barrier()
             variant.seconds.append(time.perf_counter() - start)
     counts = [(v.matrices, v.sent, v.collectives, v.multiply_adds, v.peak) for v in variants]
-    everyone: list[Any] = [None] * ranks
+    everyone: list[Any] = [None] * arguments.ranks
     dist.all_gather_object(everyone, counts)
-    if rank == 0:
+    if dist.get_rank() == 0:
         report(variants, everyone, arguments)
-    dist.destroy_process_group()
 
 
 def peak_of(step: Callable[[], None]) -> int:
@@ -387,8 +383,7 @@ def main() -> None:
     if arguments.dim % arguments.ranks or arguments.ffn % arguments.ranks:
         parser.error("--dim and --ffn must be multiples of --ranks: the hand-written step needs it")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (arguments.ranks, f"{folder}/store", arguments), arguments.ranks)
+    run_on_ranks(run_rank, arguments.ranks, arguments)
 
 
 if __name__ == "__main__":

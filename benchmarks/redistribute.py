@@ -15,20 +15,18 @@ on a machine with fewer free cores than ranks wall time is mostly waiting.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats as cache_stats
 
+from benchmarks.launch import run_on_ranks
 from placements import Owner, RowAtomic, distribute_tensor
 
 COLUMNS = 1024
@@ -284,25 +282,13 @@ def measure_small(mesh: DeviceMesh, args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def work(rank: int, args: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if args.device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if args.device == "cuda" else "gloo",
-        store=dist.FileStore(f"{folder}/store", args.ranks),
-        rank=rank,
-        world_size=args.ranks,
-    )
+def work(args: argparse.Namespace) -> None:
     mesh = init_device_mesh(args.device, (args.ranks,))
     tables = [measure_small(mesh, args), measure_moves(mesh, args)]
     misses = ["| op on RowAtomic() | misses, first call | misses, next 100 |", "|---|---:|---:|"]
     misses += [f"| `{name}` | {first} | {later} |" for name, first, later in cache_misses(mesh)]
-    if rank == 0:
+    if dist.get_rank() == 0:
         print("\n\n".join("\n".join(lines) for lines in [*tables, misses]), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -313,8 +299,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--times", type=int, default=10)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, args=(args, folder), nprocs=args.ranks)
+    run_on_ranks(work, args.ranks, args, device=args.device)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,15 @@ and sets the counts beside the plan's and beside the sum of rows that are not at
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.launch import run_on_ranks
 from dtensor_owner import muon_step
 from dtensor_owner.train import TrainConfig
 from dtensor_owner.train.setup import build_sharded, parameter_groups
@@ -24,10 +22,8 @@ from dtensor_owner.train.setup import build_sharded, parameter_groups
 BYTES_PER_ELEMENT = 4  # Newton-Schulz in float32, as the trainer's default on CPUs
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
+def run(ranks: int) -> None:
     """Do one step on this rank; rank 0 prints the counts of all."""
-    store = dist.FileStore(os.path.join(folder, "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     trainee = build_sharded(TrainConfig(), init_device_mesh("cpu", (ranks,)))
     matrices, _ = parameter_groups(trainee.model, TrainConfig())
     for parameter in trainee.model.parameters():
@@ -52,9 +48,8 @@ def run(rank: int, ranks: int, folder: str) -> None:
     dist.all_gather_object(found, counts)
     held: list[Any] = [None] * ranks
     dist.all_gather_object(held, [parameter.to_local().numel() for _, parameter in matrices])
-    if rank == 0:
+    if dist.get_rank() == 0:
         _report(trainee.plan, found, held, len(matrices))
-    dist.destroy_process_group()
 
 
 def _report(plan: Any, found: list[Any], held: list[Any], num_matrices: int) -> None:
@@ -74,7 +69,5 @@ def _report(plan: Any, found: list[Any], held: list[Any], num_matrices: int) -> 
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     world_size = int(sys.argv[1]) if len(sys.argv) > 1 else 4
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, args=(world_size, folder), nprocs=world_size)
+    run_on_ranks(run, world_size, world_size)

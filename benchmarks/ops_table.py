@@ -121,6 +121,8 @@ SECTIONS: dict[str, dict[str, Op]] = {
     "Matrices": {
         "x @ w": lambda x: x @ other(x, values(4, 6)),
         "w @ x": lambda x: other(x, values(6, 5)) @ x,
+        "x @ v": lambda x: x @ other(x, values(4)),
+        "v @ w of a column v": lambda x: x[:, 1] @ x,
         "addmm": lambda x: torch.addmm(other(x, values(6)), x, other(x, values(4, 6))),
         "linear(x, w, b)": lambda x: F.linear(x, other(x, values(3, 4)), other(x, values(3))),
         "linear(v, x): x is the weight": lambda x: F.linear(other(x, values(2, 4)), x),
@@ -163,7 +165,8 @@ SECTIONS: dict[str, dict[str, Op]] = {
         "write through x[:, 1]": lambda x: written(x, lambda y: y[:, 1].mul_(0)),
         "write through x[1:3]": lambda x: written(x, lambda y: y[1:3].mul_(0)),
         "x[:, 1] = 5.": lambda x: written(x, lambda y: y.__setitem__((slice(None), 1), 5.0)),
-        "squeeze_, t_ (shape in place)": lambda x: written(x, lambda y: y.t_()),
+        "squeeze_ of a trailing dim": lambda x: x[:, 1:2].clone().squeeze_(1),
+        "t_, unsqueeze_ (shape in place)": lambda x: written(x, lambda y: y.t_()),
         "view(dtype)": lambda x: x.view(torch.int32),
     },
     "Lists": {
@@ -236,7 +239,8 @@ def page(columns: dict[str, dict[str, str]]) -> str:
         "# Which ops run on these placements?",
         "",
         "Every op below has been run on a tensor of shape (5, 4) on 4 ranks and compared with the",
-        "plain tensor (`python -m benchmarks.ops_table --write` rewrites this page).",
+        "plain tensor (`python -m benchmarks.ops_table --write` rewrites this page, on torch 2.13;",
+        "later versions have rules for a few more ops).",
         "",
         "- **works**: on the local parts, or with the few bytes that the op itself needs.",
         "- **gathers**: right, but every rank first receives the whole tensor.",

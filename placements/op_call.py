@@ -13,7 +13,14 @@ from torch.distributed.tensor import Placement, Replicate
 
 from placements.boxes import local_box, same_split, split_dim
 from placements.owner import Owner
-from placements.torch_hooks import DTensorSpec, OpSchema, TensorMeta, dispatcher, pytree
+from placements.torch_hooks import (
+    DTensorSpec,
+    OpSchema,
+    TensorMeta,
+    dispatcher,
+    outside_of_modes,
+    pytree,
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,18 @@ class OpCall:
     def rebuild(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         return pytree.tree_unflatten(list(leaves), self._tree)
 
+    def run_on_empty(self, shape_of: Callable[[DTensorSpec], tuple[int, ...]]) -> Any:
+        """Run the op itself with tensors without elements, of the given shapes."""
+        with outside_of_modes(), torch.no_grad():  # a graph being traced shall not have it
+            leaves = [
+                torch.empty(shape_of(x), dtype=x.tensor_meta.dtype, device=self.mesh.device_type)
+                if isinstance(x, DTensorSpec) and x.tensor_meta is not None
+                else x
+                for x in self.leaves
+            ]
+            args, kwargs = self.rebuild(leaves)
+            return self.op(*args, **kwargs)
+
     def refuse(self, reason: str) -> NotImplementedError:
         """The error for a call without a right rule; same text on every rank."""
         shown = ", ".join(
@@ -170,11 +189,14 @@ class LocalOp:
 def empty_result(call: OpCall) -> LocalOp:
     """What a non-owner does instead of the op: nothing, with a result of the right kind."""
     metas, returns_list = call.output_meta, isinstance(call.output_meta, list)
+    mutates = any(call.mutated)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        like = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        if any(call.mutated):
+        like = args[0] if args else None
+        if not isinstance(like, torch.Tensor):
+            leaves = pytree.tree_leaves((args, kwargs))
+            like = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if mutates:
             return like
 
         device = kwargs.get("device") or like.device

@@ -10,7 +10,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from placements.boxes import local_box
 from placements.collectives import DimGroup, all_reduce
-from placements.torch_hooks import DTensorSpec, Handler, TensorMeta, any_ours, pytree
+from placements.torch_hooks import (
+    DTensorSpec,
+    Handler,
+    TensorMeta,
+    any_ours,
+    pytree,
+    squeeze_wrapper,
+)
 
 aten = torch.ops.aten
 
@@ -123,6 +130,12 @@ def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     found_inf.copy_(found)
 
 
+def _squeeze_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``squeeze_``, which ``v @ w`` ends with; torch would leave the spec with the old shape."""
+    tensor, dim = args
+    return squeeze_wrapper(tensor, op, args, aten.squeeze.dim(tensor, dim))
+
+
 def _shift(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x << y`` and ``x >> y`` by the names that torch's dispatcher knows what to do with.
 
@@ -156,6 +169,7 @@ HANDLERS: dict[Any, Handler] = {
     ),
     **_ops(_random_like, "rand_like", "randn_like", "randint_like", "randint_like.low_dtype"),
     **_ops(_dropout, "native_dropout"),
+    **_ops(_squeeze_in_place, "squeeze_.dim"),
     **_ops(_compare, "equal", "allclose"),
     **_ops(_shift, "__lshift__.Scalar", "__lshift__.Tensor"),
     **_ops(_shift, "__rshift__.Scalar", "__rshift__.Tensor"),

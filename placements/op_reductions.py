@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Placement, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from placements.boxes import split_dim
 from placements.op_call import LocalOp, OpCall, Rule, replicated
@@ -178,6 +178,17 @@ def _dot(call: OpCall) -> Rules:
     return rules_on, None
 
 
+def _matrix_vector(call: OpCall) -> Rules:
+    """Each row of a matrix gives one element: rows stay where they are."""
+
+    def rules_on(mesh_dim: int) -> list[Rule]:
+        matrix = call.placements(mesh_dim)[0]
+        rules = [Rule((matrix, Replicate()), (matrix,))] if split_dim(matrix) == 0 else []
+        return [*rules, replicated(call)]
+
+    return rules_on, None
+
+
 _SUM = _reduction(lambda call: Partial("sum"), linear=True)
 _MEAN = _reduction(lambda call: Partial("sum"), _mean_op, linear=True)
 _MAX = _reduction(lambda call: Partial("max"), _extreme_op(True))
@@ -192,6 +203,7 @@ REDUCTIONS: dict[Any, Callable[[OpCall], Rules]] = {
     **dict.fromkeys((aten.amax.default, aten.max.default), _MAX),
     **dict.fromkeys((aten.amin.default, aten.min.default), _MIN),
     **dict.fromkeys((aten.prod.default, aten.prod.dim_int), _PROD),
+    aten.mv.default: _matrix_vector,
     **dict.fromkeys((aten.linalg_vector_norm.default, aten.norm.Scalar), _NORM),
     **dict.fromkeys(
         (

@@ -9,6 +9,7 @@ tensor were whole.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from placements.torch_hooks import (
     OpSchema,
     OutputSharding,
     ShardingPlaceholder,
+    pytree,
 )
 
 aten = torch.ops.aten
@@ -113,16 +115,7 @@ def _check_without_elements(call: OpCall) -> None:
     """
     if any(math.prod(spec.shape) for spec in call.specs):
         return
-    device = call.mesh.device_type
-    leaves = [
-        torch.empty(spec.shape, dtype=spec.tensor_meta.dtype, device=device)
-        if isinstance(spec, DTensorSpec) and spec.tensor_meta is not None
-        else spec
-        for spec in call.leaves
-    ]
-    args, kwargs = call.rebuild(leaves)
-    with torch.no_grad():
-        call.op(*args, **kwargs)
+    call.run_on_empty(lambda spec: tuple(map(int, spec.shape)))
 
 
 def _check_out(call: OpCall) -> None:
@@ -358,7 +351,25 @@ def _may_run_on_nothing(call: OpCall) -> bool:
 
     Not where the result has no dims: its one element would be computed from undefined ones.
     """
-    return torch.Tag.pointwise in call.op.tags and all(meta.shape for meta in call.output_metas)
+    if not all(meta.shape for meta in call.output_metas):
+        return False
+    return torch.Tag.pointwise in call.op.tags or _makes_nothing_of_nothing(call)
+
+
+def _makes_nothing_of_nothing(call: OpCall) -> bool:
+    """Whether empty tensors give empty results of the right kind, without a complaint: tried."""
+    if any(call.mutated):
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = call.run_on_empty(lambda spec: (0,) * len(spec.shape))
+    except Exception:
+        return False
+    found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in found] == [
+        ((0,) * len(meta.shape), meta.dtype) for meta in call.output_metas
+    ]
 
 
 def _local_shape_args(call: OpCall, outputs: list[tuple[Placement, ...]]) -> dict | None:

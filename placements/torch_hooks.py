@@ -34,7 +34,8 @@ from torch.distributed.tensor._ops.single_dim_strategy import (
 )
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes as outside_of_modes
+from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.checkpoint import CheckpointPolicy
 
 from placements.block_atomic import BlockAtomic
@@ -52,7 +53,8 @@ SUPPORTED_TORCH = ((2, 13), (2, 15))
 PLACEMENT_TYPES = (RowAtomic, BlockAtomic, Owner)
 
 __all__ = ["DTensorSpec", "NormPartial", "OpSchema", "OutputSharding", "ShardingPlaceholder"]
-__all__ += ["TensorMeta", "any_ours", "dispatcher", "install", "local_shape_and_offset", "pytree"]
+__all__ += ["TensorMeta", "any_ours", "dispatcher", "install", "local_shape_and_offset"]
+__all__ += ["outside_of_modes", "pytree"]
 
 Propagate = Callable[[OpSchema], OutputSharding]
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -82,6 +84,12 @@ def wrap_like(local: Tensor, dtensor: DTensor) -> DTensor:
     return DTensor(local, dtensor._spec, requires_grad=False)
 
 
+def squeeze_wrapper(dtensor: DTensor, op: Any, args: tuple[Any, ...], squeezed: DTensor) -> DTensor:
+    """Have a DTensor become ``squeezed``, a view of it, as the in-place ``op`` says."""
+    dtensor._local_tensor, dtensor._spec = squeezed._local_tensor, squeezed._spec
+    return return_and_correct_aliasing(op, args, {}, dtensor)  # changes the outer shape
+
+
 def local_shape_and_offset(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -108,7 +116,7 @@ def install(propagate: Propagate, handlers: dict[Any, Handler]) -> None:
         return
     _check_torch_version()
     _register_types()
-    set_outside_tracing(_disable_current_modes)
+    set_outside_tracing(outside_of_modes)
     _replace_everywhere("redistribute_local_tensor", _redistribute, _redistribute_hook)
     _replace_everywhere("_redistribute_backward", _redistribute, _redistribute_backward_hook)
     _replace_everywhere("compute_local_shape_and_global_offset", _utils, _local_shape_hook)

@@ -107,7 +107,6 @@ def refused_case() -> list[str]:
     for placement in (Owner(1), RowAtomic((3, 2))):
         x = distribute_tensor(torch.randn(5, 1), mesh, [placement])
         for call in (
-            lambda x=x: x.clone().squeeze_(1),
             lambda x=x: x.clone().t_(),
             lambda x=x: x.nonzero(),
             lambda x=x: torch.unique(x),

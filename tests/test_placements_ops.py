@@ -196,3 +196,29 @@ def test_owners_are_never_mixed(pair: tuple[Placement, Placement]) -> None:
     rest = agree(run_ranks(4, binary_case, *pair))
     assert all(v == "refused" for v in rest.values()), rest
     assert "add" in rest
+
+
+def vector_case() -> list[tuple[Any, ...]]:
+    """``v @ w`` ends in ``squeeze_``, which changes a tensor's shape in place."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = []
+    for plain in (torch.arange(3.0), torch.arange(6.0)[::2]):
+        weight = torch.arange(12.0).view(3, 4)
+        pair = [x.clone().requires_grad_() for x in (plain, weight)]
+        placed = [distribute_tensor(x, mesh, [Owner(1)]).requires_grad_() for x in (plain, weight)]
+        for vector, matrix in (pair, placed):
+            product = vector @ matrix
+            product.square().sum().backward()
+        assert isinstance(product, DTensor) and product.shape == (4,)
+        grads = [x.grad.full_tensor() for x in placed]  # type: ignore[union-attr]
+        found.append((product.placements, torch.equal(product.full_tensor(), plain @ weight)))
+        found.append(tuple(torch.equal(a, b.grad) for a, b in zip(grads, pair)))  # type: ignore[arg-type]
+    column = distribute_tensor(torch.ones(5, 1), mesh, [RowAtomic()]).squeeze_(1)
+    return [*found, (tuple(column.shape), column.placements, column.sum().item())]
+
+
+def test_a_vector_times_a_matrix_on_one_owner() -> None:
+    product = ((Owner(1),), True)
+    squeezed = ((5,), (RowAtomic(),), 5.0)
+    expected = [product, (True, True)] * 2 + [squeezed]
+    assert run_ranks(3, vector_case) == [expected] * 3

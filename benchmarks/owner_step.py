@@ -238,7 +238,8 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
     split = {
         i: ParameterLayout(s, (s[0] * s[1],) + (0,) * (ranks - 1)) for i, s in enumerate(shapes)
     }
-    homes = plan_owners([split], cost_fn=ns_flops_cost_fn(5), eligible="any").owners[0]
+    cost = ns_flops_cost_fn(5, method="auto")  # of the form that will run
+    homes = plan_owners([split], cost_fn=cost, eligible="any", tolerance=0).owners[0]
     sharded: list[Placement] = [Shard(0)] * len(shapes)
     rows = rows_of_groups(layers, arguments.dim, arguments.ffn, ranks)
     at_rest: list[Placement] = [Owner(homes[i]) for i in range(len(shapes))]

@@ -358,7 +358,8 @@ def all_gather_rows_async(
 
 
 def _choose_algorithm(tensor: Tensor, counts: Sequence[int]) -> Algorithm:
-    if tensor.device.type in _DIRECT_DEVICES and _runs_in_place(tensor):
+    """By what all ranks share: whether a rank runs a graph is known to that rank alone."""
+    if tensor.device.type in _DIRECT_DEVICES:
         return Algorithm.UNEVEN
     return choose_algorithm(counts)
 

@@ -330,3 +330,25 @@ def optimizer_case() -> list[str]:
 
 def test_compiled_adamw_equals_one_process() -> None:
     assert run_ranks(3, optimizer_case, timeout=150) == [[]] * 3
+
+
+def gathered_and_reduced(x: DTensor) -> tuple[Tensor, Tensor]:
+    mesh = x.device_mesh
+    partial = DTensor.from_local(x.full_tensor(), mesh, [Partial()], run_check=False)
+    return x.full_tensor(), partial.redistribute(placements=[RowAtomic()]).to_local()
+
+
+def graph_on_one_rank_case() -> tuple[Tensor, Tensor]:
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(12.0).view(6, 2), mesh, [RowAtomic()])
+    run = gathered_and_reduced
+    if dist.get_rank() == 0:  # the other one may have reached a limit of recompiles
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    return run(x)
+
+
+def test_a_rank_without_a_graph_meets_the_others() -> None:
+    full = torch.arange(12.0).view(6, 2)
+    for rank, (whole, part) in enumerate(run_ranks(2, graph_on_one_rank_case, timeout=60)):
+        assert torch.equal(whole, full)
+        assert torch.equal(part, 2 * full.chunk(2)[rank])

@@ -106,7 +106,7 @@ class Load:
         if optimizer.state.get(parameter):
             return  # the optimizer has made its state, and this is none of it
         dtype = found.properties.dtype
-        if tuple(found.size) == tuple(parameter.shape) and parameter.ndim:
+        if tuple(found.size) == tuple(parameter.shape) and last != "step":
             tensor = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
             tensor = torch.zeros(found.size, dtype=dtype)

@@ -7,6 +7,7 @@ Keys are those of ``torch.distributed.checkpoint.state_dict.get_state_dict`` sav
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,15 +139,16 @@ def target_of(tensor: Tensor, name: str, *, direct: bool = False) -> Target:
         live = tensor.to_local()
     if tensor.device_mesh.get_coordinate() is None:
         return Target(tuple(tensor.shape), tensor.dtype, None, None, torch.empty(0))
-    chunks = tensor.__create_chunk_list__() if live.numel() else []
-    if live.numel() and [tuple(chunk.sizes) for chunk in chunks] != [tuple(live.shape)]:
+    chunks = [chunk for chunk in tensor.__create_chunk_list__() if math.prod(chunk.sizes)]
+    if not chunks:  # nothing, or the element that stands for nothing of a 0-D tensor
+        return Target(tuple(tensor.shape), tensor.dtype, None, None, torch.empty(0))
+    if [tuple(chunk.sizes) for chunk in chunks] != [tuple(live.shape)]:
         raise NotImplementedError(
             f"{name}, placed {tensor.placements}, is not one piece on this rank: load it with "
             "torch.distributed.checkpoint.load."
         )
-    chunk = chunks[0] if chunks else None
     buffer = live if direct else _buffer(live)
-    return Target(tuple(tensor.shape), tensor.dtype, chunk, live, buffer)
+    return Target(tuple(tensor.shape), tensor.dtype, chunks[0], live, buffer)
 
 
 def loose_target(shape: Sequence[int], dtype: torch.dtype) -> Target:

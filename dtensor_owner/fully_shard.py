@@ -89,7 +89,7 @@ def fully_shard(
         ``module``.
 
     Raises:
-        ValueError: It is sharded already, has no forward, or has parameters of no rows, on a device
+        ValueError: It is sharded already, has no forward, or has parameters on a device
             other than the mesh's, or shared with a module that was sharded before. Mesh dims that
             do not exist or are not the last ones. ``mxfp8`` with a ``block_size`` that is not a
             multiple of 32, or together with ``whole_tensors``.
@@ -115,7 +115,7 @@ def fully_shard(
 
     def layout_of(key: Any, members: list[ManagedParameter]) -> GlobalLayout:
         _, _, quantize, whole = key
-        shapes = [tuple(m.parameter.shape) for m in members]
+        shapes = [tuple(m.parameter.shape) or (1,) for m in members]
         if whole and whole_tensors is not None:
             owners = whole_tensors.assign(shapes, num_shards)
             return build_whole_tensor_layout(shapes, num_shards, owners)

@@ -226,20 +226,27 @@ class GlobalLayout:
             )
         if not sharded:
             return tuple(placements)
+        if self.whole_tensors:
+            return self.owner_placements(i, mesh, placements)
         sizes, first = mesh_sizes(mesh), sharded[0]
         outer = sizes[first] if len(sharded) == 2 else 1
-        shares = self._shares(math.prod(sizes[d] for d in sharded))
-        if self.whole_tensors:
-            starts = [share.start for share in shares]
-            index = bisect_right(starts, self.tensor_to_offset[i]) - 1
-            at = (index % outer, index // outer)[-len(sharded) :]
-            return (*placements[:first], *map(Owner, at))
-        rows = self.rows(i, shares)
+        rows = self.rows(i, self._shares(math.prod(sizes[d] for d in sharded)))
         if len(sharded) == 1:
             return (*placements[:first], self._placement(rows))
         tables = tuple(rows[start : start + outer] for start in range(0, len(rows), outer))
         by_inner = self._placement(tuple(map(sum, tables)))
         return (*placements[:first], self._placement(tables), by_inner)
+
+    def owner_placements(self, i: int, mesh: Any, placements: Sequence[Any]) -> tuple[Any, ...]:
+        """Placements of tensor ``i`` where one shard has all of it, at most two dims sharded."""
+        sharded, sizes = sharded_mesh_dims(placements), mesh_sizes(mesh)
+        if not sharded:
+            return tuple(placements)
+        shares = self._shares(math.prod(sizes[d] for d in sharded))
+        index = bisect_right([share.start for share in shares], self.tensor_to_offset[i]) - 1
+        outer = sizes[sharded[0]] if len(sharded) == 2 else 1
+        at = (index % outer, index // outer)[-len(sharded) :]
+        return (*placements[: sharded[0]], *map(Owner, at))
 
     def _shares(self, num_shards: int) -> tuple[Range, ...]:
         """Elements of each of ``num_shards`` equal runs of segments."""

@@ -64,11 +64,6 @@ def _own_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modul
 
 def check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh) -> None:
     for m in managed:
-        if m.parameter.ndim == 0:
-            raise ValueError(
-                f"{m.name} has the 0-D shape () and so no rows to shard: give it shape (1,) or "
-                "pass it in ignored_params."
-            )
         taken = getattr(m.parameter, _SHARDED_AS, None)
         if taken is not None:
             raise ValueError(

@@ -18,6 +18,7 @@ from dtensor_owner.gradients import GradientPacking
 from dtensor_owner.layout import GlobalLayout
 from dtensor_owner.mxfp8_weights import MXFP8Gather
 from dtensor_owner.neighbours import Neighbours
+from placements.api import distribute_tensor
 from placements.torch_hooks import local_tensor, set_local_tensor, wrap_like
 
 
@@ -54,7 +55,7 @@ class ParameterGroup:
         mesh: The mesh.
         placements: One per mesh dim: ``RowAtomic()`` where the buffer is sharded, else
             ``Replicate()``.
-        layout: Where the parameters lie, with a segment for each shard.
+        layout: Where the parameters lie, with a segment for each shard; 0-D ones as ``(1,)``.
         mp_policy: Dtypes of gathers and reductions; None means the parameters' own.
         mxfp8: Gather the weights as MXFP8 planes; all parameters must be fit for it.
         kept_ranks: What to keep of the gathered weights between forward and backward: a part
@@ -77,6 +78,7 @@ class ParameterGroup:
     ) -> None:
         self.names = [m.name for m in managed]
         self._owners = [m.owners for m in managed]
+        self._shapes = [tuple(m.parameter.shape) for m in managed]
         self.mesh = mesh
         self.placements = tuple(placements)
         self.layout = layout
@@ -117,11 +119,29 @@ class ParameterGroup:
     def _shard(self, i: int, managed: ManagedParameter) -> DTensor:
         """Make parameter ``i`` a DTensor and put it wherever the full one was."""
         requires_grad = managed.parameter.requires_grad
-        sharded = nn.Parameter(self.buffer.get_dtensor(i), requires_grad=requires_grad)
+        dtensor = self.buffer.get_dtensor(i) if self._shapes[i] else self._scalar(i)
+        sharded = nn.Parameter(dtensor, requires_grad=requires_grad)
         vars(sharded).update(vars(managed.parameter))  # marks that users set on parameters
         for module, name in managed.owners:
             setattr(module, name, sharded)
         return cast(DTensor, sharded)  # a parameter that wraps a DTensor is one
+
+    def _scalar(self, i: int) -> DTensor:
+        """A 0-D parameter is whole on the rank that has its element in the buffer."""
+        placements = self.layout.owner_placements(i, self.mesh, self.placements)
+        scalar = distribute_tensor(self._views[i], self.mesh, placements, src_data_rank=None)
+        set_local_tensor(scalar, self._views[i])
+        return scalar
+
+    def _local(self, buffer: DBuffer, i: int) -> Tensor:
+        """This rank's part of parameter ``i``, a view of the buffer.
+
+        Of a 0-D one, ranks other than its owner have an element that means nothing.
+        """
+        view = buffer.get_local_tensor(i)
+        if self._shapes[i]:
+            return view
+        return view.view(()) if view.numel() else view.new_zeros(())
 
     @property
     def requires_grad(self) -> bool:
@@ -164,7 +184,7 @@ class ParameterGroup:
         module, name = self._owners[i][0]
         parameter = module._parameters.get(name)
         ours = self.parameters[i]
-        shape = self.layout.tensor_shapes[i]
+        shape = self._shapes[i]
         if parameter is ours and ours.shape == shape:
             return ours
         if not isinstance(parameter, DTensor) or (
@@ -204,7 +224,7 @@ class ParameterGroup:
 
     def _use_buffer(self, buffer: DBuffer) -> None:
         self.buffer = buffer
-        self._views = [buffer.get_local_tensor(i) for i in range(len(self.names))]
+        self._views = [self._local(buffer, i) for i in range(len(self.names))]
         self._addresses = [view.data_ptr() for view in self._views]
 
     # ---------------------------------------------------------------------- weights
@@ -284,8 +304,7 @@ class ParameterGroup:
         """Views of the gathered weights, one per parameter."""
         ranges = map(self.layout.get_tensor_range, range(len(self.parameters)))
         return tuple(
-            flat[start:stop].view(shape)
-            for (start, stop), shape in zip(ranges, self.layout.tensor_shapes)
+            flat[start:stop].view(shape) for (start, stop), shape in zip(ranges, self._shapes)
         )
 
     def version(self) -> int:
@@ -370,7 +389,7 @@ class ParameterGroup:
         local = local.to(self.buffer.dtype)
         buffer = DBuffer.from_local(local, self.mesh, self.placements, self.layout)
         return [
-            wrap_like(buffer.get_local_tensor(i), parameter) if used[i] else None
+            wrap_like(self._local(buffer, i), parameter) if used[i] else None
             for i, parameter in enumerate(self.parameters)
         ]
 

@@ -521,6 +521,8 @@ def _hook_checkpoints() -> None:
     stager._offload_tensor = _offload_hook(stager._offload_tensor)  # type: ignore[method-assign]
     for name in ("_split_optim_state_dict", "_unflatten_optim_state_dict"):
         setattr(_state_dict, name, _frozen_state_hook(getattr(_state_dict, name)))
+    for name in ("_broadcast_state_dict", "_distribute_state_dict"):
+        setattr(_state_dict, name, _full_scalars_hook(getattr(_state_dict, name)))
 
 
 def _distribute_full_hook(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
@@ -543,6 +545,29 @@ def _distribute_full_hook(stock: Callable[..., DTensor]) -> Callable[..., DTenso
         return DTensor(local, spec, requires_grad=False)
 
     return distribute
+
+
+def _full_scalars_hook(stock: Callable[..., None]) -> Callable[..., None]:
+    """Place the 0-D tensors of a full state dict too: stock leaves them plain, which an optimizer
+    cannot combine with a parameter that one rank owns."""
+
+    @functools.wraps(stock)
+    def fill(
+        full: dict[str, Any], local: dict[str, Any], *, device: torch.device, **kwargs: Any
+    ) -> None:
+        scalars = {
+            key: value
+            for key, value in local.items()
+            if isinstance(value, DTensor) and not value.ndim and any_ours(value.placements)
+        }
+        stock(full, local, device=device, **kwargs)
+        for key in scalars.keys() & local.keys():
+            if not isinstance(local[key], DTensor):
+                mesh, placements = scalars[key].device_mesh, scalars[key].placements
+                value = local[key].to(device)
+                local[key] = _state_dict_utils.distribute_tensor(value, mesh, placements)
+
+    return fill
 
 
 def _offload_hook(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:

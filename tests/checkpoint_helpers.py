@@ -25,7 +25,7 @@ from dtensor_owner import (
 )
 
 SHAPES = {"a": (10, 6), "b": (6, 10), "c": (5, 4), "d": (1, 3)}  # d: fewer rows than ranks
-VECTORS = {"e": (7,), "f": (1,)}
+VECTORS: dict[str, tuple[int, ...]] = {"e": (7,), "f": (1,), "g": ()}
 
 #: Layouts by name; those with a number need that many ranks.
 LAYOUTS = ["unpadded", "padded", "blocks", "whole", "hsdp", "hfsdp"]
@@ -74,7 +74,8 @@ def shard(model: nn.Module, layout: str) -> nn.Module:
     if layout == "whole":
         return fully_shard(model, mesh=mesh, whole_tensors=WholeTensors())
     if layout == "fsdp2":
-        return stock_fully_shard(model, mesh=mesh)
+        # FSDP2 refuses parameters of no dims.
+        return stock_fully_shard(model, mesh=mesh, ignored_params={model.g})
     if layout in ("hsdp", "hfsdp"):
         mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("outer", "inner"))
         dims = ("outer", "inner") if layout == "hfsdp" else "inner"
@@ -82,10 +83,11 @@ def shard(model: nn.Module, layout: str) -> nn.Module:
     if layout == "plain":
         return model
     for number, (name, parameter) in enumerate(list(model.named_parameters())):
+        owner = Owner((number + 1) % ranks)
         placement = {
-            "rows": RowAtomic(),
-            "block_atomic": BlockAtomic(2),
-            "owner": Owner((number + 1) % ranks),
+            "rows": RowAtomic() if parameter.ndim else owner,
+            "block_atomic": BlockAtomic(2) if parameter.ndim else owner,
+            "owner": owner,
             "replicate": Replicate(),
         }[layout]
         placed = distribute_tensor(parameter.detach(), mesh, [placement])

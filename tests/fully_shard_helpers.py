@@ -81,7 +81,7 @@ def assert_same_parameters(model: Model, reference: Model, **tolerance: Any) -> 
 
 
 class Shapes(nn.Module):
-    """Parameters of one row, of fewer rows than ranks, a convolution, a 3-D stack, no rows."""
+    """Parameters of no dims, of one row, fewer rows than ranks, none; a convolution, a stack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,11 +90,12 @@ class Shapes(nn.Module):
         self.experts = nn.Parameter(torch.randn(2, 5, 3))
         self.head = nn.Linear(3, 1)
         self.empty = nn.Parameter(torch.empty(0, 4))
+        self.temperature = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.convolution(x * self.scale).mean(-1)
         x = torch.einsum("bi,eij->bj", x, self.experts)
-        return self.head(x) + self.empty.sum()
+        return self.head(x) * self.temperature.exp() + self.empty.sum()
 
 
 # ------------------------------------------------------------------- training, to compare

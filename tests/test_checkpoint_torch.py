@@ -140,7 +140,7 @@ def test_async_save_writes_what_was_there_when_it_was_called(tmp_path):
 def _reading(lr_is_tensor: bool, between: bool) -> None:
     model, _ = build("unpadded")
     named = list(model.named_parameters())
-    matrices, rest = [p for p in named if p[1].ndim == 2], [p for p in named if p[1].ndim == 1]
+    matrices, rest = [p for p in named if p[1].ndim == 2], [p for p in named if p[1].ndim < 2]
     lr = torch.tensor(0.1) if lr_is_tensor else 0.1
     groups = [{"params": matrices}, {"params": rest, "algorithm": "adamw", "weight_decay": 0.5}]
     muon = Muon(groups, lr=lr, weight_decay=0.5, ns_dtype=torch.float64)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from dtensor_owner.fully_shard import FSDPModule, fully_shard
 from dtensor_owner.layout import ShardLayout
 from dtensor_owner.train.model import GPT
-from placements import distribute_tensor
+from placements import Owner, distribute_tensor
 from tests.fully_shard_helpers import (
     GPT_SIZES,
     Model,
@@ -311,10 +311,6 @@ def errors() -> None:
         fully_shard(unsharded, mesh=mesh)
     with pytest.raises(ValueError, match="prefetch must be >= 0, got -1"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, prefetch=-1)
-    scalar = nn.Linear(2, 2)
-    scalar.temperature = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"temperature has the 0-D shape \(\)"):
-        fully_shard(scalar, mesh=mesh)
     stock = stock_fully_shard(nn.Linear(4, 2), mesh=mesh)
     with pytest.raises(NotImplementedError, match=r"weight is already a DTensor placed \(Shard"):
         fully_shard(nn.Sequential(stock), mesh=mesh)
@@ -339,3 +335,77 @@ def ignored_parameters() -> None:
 
 def test_ignored_parameters_stay_as_they_are():
     run_ranks(2, ignored_parameters)
+
+
+# ---------------------------------------------------------------------- parameters of no dims
+
+
+class Scaled(nn.Module):
+    """Logits with a learned temperature, as contrastive models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(2.6))
+        self.linear = nn.Linear(3, 5, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.logit_scale.data.fill_(2.6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.logit_scale.exp()
+
+
+def a_parameter_of_no_dims(options: dict[str, Any]) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    reference = Scaled()
+    model = fully_shard(copy.deepcopy(reference), mesh=mesh_1d(), **options)
+    scale = model.logit_scale
+    assert isinstance(scale, DTensor) and scale.shape == ()
+    assert torch.equal(scale.full_tensor(), reference.logit_scale)
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.1) for m in (model, reference)
+    ]
+    for _ in range(4):
+        x = torch.randn(2 * dist.get_world_size(), 3)
+        with model.no_sync():
+            model(mine(x)).sin().mean().backward()
+        model(mine(x)).square().mean().backward()
+        (reference(x).sin().mean() + reference(x).square().mean()).backward()
+        if not options:
+            assert_same_gradients(model, reference)
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, reference)]
+        tolerance = {"rtol": 2e-2, "atol": 2e-2} if options else {}
+        torch.testing.assert_close(full(norms[0]), norms[1], **tolerance)
+        for trained, optimizer in zip((model, reference), optimizers):
+            optimizer.step()
+            trained.zero_grad()
+            optimizer.zero_grad()
+    assert_same_parameters(model, reference, **tolerance)
+
+    state = {name: full(value) for name, value in model.state_dict().items()}
+    assert state["logit_scale"].shape == ()
+    with torch.device("meta"):
+        again = Scaled()
+    fully_shard(again, mesh=mesh_1d(), **options).to_empty(device="cpu")
+    again.reset_parameters()
+    assert math.isclose(again.logit_scale.item(), 2.6, rel_tol=1e-6)
+    placed = {
+        name: distribute_tensor(state[name], p.device_mesh, p.placements)
+        for name, p in again.named_parameters()
+    }
+    again.load_state_dict(placed)
+    copied = copy.deepcopy(again)
+    for other in (again, copied):
+        torch.testing.assert_close(other(x), model(x), rtol=0, atol=0)
+        assert other.logit_scale.placements == scale.placements
+    return scale.placements
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}],
+    ids=["fp32", "mixed"],
+)
+def test_a_parameter_of_no_dims_is_whole_on_one_rank(options):
+    assert run_ranks(3, a_parameter_of_no_dims, options) == [(Owner(0),)] * 3

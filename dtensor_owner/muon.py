@@ -25,6 +25,7 @@ from dtensor_owner.muon_prepare import (
     prepare,
     settings_of,
 )
+from dtensor_owner.muon_state import fault_of_state, init_state, misplaced, place_state
 from dtensor_owner.muon_step import BucketWork, EagerStages, Numbers, Shards, run_step
 from dtensor_owner.ns_schedule import QUINTIC, Coefficients, Method
 
@@ -81,7 +82,8 @@ class Muon(torch.optim.Optimizer):
             the step (nothing changes on any rank), or ``"propagate"`` without looking.
         compile: Compile the Muon part of the step into one graph (``fullgraph=True``). Changed
             values of lr, weight decay and momentum do not compile anew.
-        backend: Backend for ``torch.compile``.
+        backend: Backend for that graph. ``torch.compile(optimizer.step)`` makes the same graph,
+            by this backend, too; with point-to-point transport it runs eagerly.
 
     Raises:
         ValueError: At construction, on all ranks: a 0-D or 1-D parameter in a Muon group, a
@@ -132,7 +134,7 @@ class Muon(torch.optim.Optimizer):
         self._owners: Literal["holders", "any"] = owners
         self._ranks_per_node, self._bucket_numel = ranks_per_node, bucket_numel
         self._nonfinite, self._transport = nonfinite, transport
-        self._backend = backend if compile else None
+        self._backend, self._compile = backend, compile
         self._prepared: Prepared | None = None
         self._agreed = False  # whether all ranks have planned that, and nothing was added since
         # Compiled steps, with what they were compiled for, by its identity.
@@ -170,29 +172,12 @@ class Muon(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         for param in group["params"]:
-            self._init_state(param, group)
+            init_state(self.state[param], param, group)
         self._agreed = False
 
-    def _init_state(self, param: Tensor, group: Mapping[str, Any]) -> None:
-        """Create the state before it is needed: its keys are then the same on every rank."""
-        state = self.state[param]
-        if group["algorithm"] == MUON:
-            keys = ["momentum_buffer"]
-        else:
-            keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-            if "step" not in state:
-                device = param.device if group["fused"] else "cpu"
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        for key in keys:
-            if key not in state or state[key].device != param.device:
-                state[key] = torch.zeros_like(param, requires_grad=False)
-
     def __getstate__(self) -> dict[str, Any]:
-        own = {
-            key: value
-            for key, value in vars(self).items()
-            if key in ("_adamw_defaults", *(f"_{option}" for option in _WHOLE), "_backend")
-        }
+        kept = ("_adamw_defaults", "_backend", "_compile", *(f"_{option}" for option in _WHOLE))
+        own = {key: value for key, value in vars(self).items() if key in kept}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -220,7 +205,7 @@ class Muon(torch.optim.Optimizer):
             for key, value in defaults.items():
                 group.setdefault(key, value)
             for param in group["params"]:
-                self._init_state(param, group)
+                init_state(self.state[param], param, group)
         self._agreed = False
 
     # ----------------------------------------------------------------------------- plans
@@ -244,7 +229,7 @@ class Muon(torch.optim.Optimizer):
 
     def _options(self) -> dict[str, Any]:
         whole = {option: getattr(self, f"_{option}") for option in _WHOLE}
-        return {**whole, "compile": self._backend}
+        return {**whole, "compile": self._compile, "backend": self._backend}
 
     def _plan(self) -> Prepared:
         return prepare(
@@ -257,11 +242,13 @@ class Muon(torch.optim.Optimizer):
 
     def _prepare(self) -> Prepared:
         """Compare what there is and plan; every rank does this together."""
-        fault = fault_of_parameters(self.param_groups)
-        agree_on_parameters(self.param_groups, self._options(), fault)
-        for group in self.param_groups:
+        groups = self.param_groups
+        fault = fault_of_parameters(groups) or fault_of_state(groups, self.state)
+        agree_on_parameters(groups, self._options(), misplaced(groups, self.state), fault)
+        for group in groups:
             for param in group["params"]:
-                self._init_state(param, group)
+                init_state(self.state[param], param, group)
+        place_state(groups, self.state)
         self._prepared, self._compiled, self._agreed = self._plan(), {}, True
         return self._prepared
 
@@ -275,6 +262,13 @@ class Muon(torch.optim.Optimizer):
             RuntimeError: On every rank, before anything has changed: a parameter has a gradient
                 on some ranks only, or a gradient is not finite and ``nonfinite="raise"``.
         """
+        # Where a compiler meets this, it does not look into what ranks compare and plan; the graph
+        # is the one that compile=True makes.
+        traced = torch.compiler.is_dynamo_compiling()
+        return self._step(closure, compiled=self._compile or traced)
+
+    @torch.compiler.disable(reason="ranks compare and plan; the step's graph is compiled by itself")
+    def _step(self, closure: Callable[[], Any] | None, *, compiled: bool) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -309,7 +303,7 @@ class Muon(torch.optim.Optimizer):
             for index, member in enumerate(prepared.members)
             if gradients.present[index]
         }
-        self._muon_step(prepared, gradients.present, grads)
+        self._muon_step(prepared, gradients.present, grads, compiled)
         self._adamw_step(prepared, gradients.present, grads)
         return loss
 
@@ -322,7 +316,11 @@ class Muon(torch.optim.Optimizer):
             return True
 
     def _muon_step(
-        self, prepared: Prepared, present: tuple[bool, ...], grads: Mapping[int, Tensor]
+        self,
+        prepared: Prepared,
+        present: tuple[bool, ...],
+        grads: Mapping[int, Tensor],
+        compiled: bool,
     ) -> None:
         works = prepared.works(present)
         locals_of: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -332,9 +330,9 @@ class Muon(torch.optim.Optimizer):
                 locals_of[index] = (local_of(member.param), grads[index], local_of(buffer))
         shards = [_shards(work, locals_of) for work in works]
         numbers = [self._numbers(work) for work in works]
-        compiled = self._compiled_step(works)
-        if compiled is not None:
-            compiled(shards, numbers)
+        graph = self._compiled_step(works) if compiled else None
+        if graph is not None:
+            graph(shards, numbers)
         else:
             run_step(works, [EagerStages(*each) for each in zip(works, shards, numbers)])
 
@@ -344,7 +342,7 @@ class Muon(torch.optim.Optimizer):
         Which gradients there are decides what is compiled. Where that keeps changing, as with
         experts that no token chose, steps beyond the first few kinds run eagerly.
         """
-        if self._backend is None or not works:
+        if not works or self._transport == "point_to_point":
             return None
         if id(works) not in self._compiled:
             if len(self._compiled) >= _MAX_COMPILED_KINDS:

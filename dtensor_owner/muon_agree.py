@@ -23,12 +23,18 @@ _OPTIONS = frozenset({"algorithm", *MUON_OPTIONS, *ADAMW_DEFAULTS})
 Groups = Sequence[Mapping[str, Any]]
 
 
-def agree_on_parameters(groups: Groups, options: Mapping[str, Any], fault: str | None) -> None:
+def agree_on_parameters(
+    groups: Groups,
+    options: Mapping[str, Any],
+    misplaced: Sequence[tuple[DeviceMesh, str]],
+    fault: str | None,
+) -> None:
     """Compare parameters and options with the ranks of every mesh; all of them call this.
 
     Args:
         groups: Parameter groups of the optimizer.
         options: Options of the optimizer as a whole.
+        misplaced: State that has to be moved before a step: its mesh, and what it is in words.
         fault: What this rank has found wrong; it is raised on all ranks.
 
     Raises:
@@ -42,6 +48,7 @@ def agree_on_parameters(groups: Groups, options: Mapping[str, Any], fault: str |
             continue
         lines = [_number_text(groups, mesh), *option_lines(groups, options)]
         lines += _member_lines(groups, mesh, with_plain=number == 0)
+        lines += [text for state_mesh, text in misplaced if state_mesh == mesh]
         agree(lines, process_group, _WHAT, error=fault)
         if number == 0:
             _check_meshes(groups, process_group)
@@ -69,13 +76,21 @@ def options_code(groups: Groups, options: Mapping[str, Any]) -> int:
 
 def option_lines(groups: Groups, options: Mapping[str, Any]) -> list[str]:
     """All options in words, one per line."""
-    lines = [f"{key}={value!r}" for key, value in options.items()]
+    lines = [f"{key}={_named(value)}" for key, value in options.items()]
     for number, group in enumerate(groups):
         for key, value in group.items():
             if key in _OPTIONS:  # groups may carry notes of their users, too
                 plain = isinstance(value, Tensor) and value.numel() == 1
                 lines.append(f"{key}={float(value) if plain else value!r} in group {number}")
     return lines
+
+
+def _named(value: Any) -> str:
+    """A value in words that are the same on every rank; a function's address is not."""
+    if callable(value):
+        kind = value if hasattr(value, "__qualname__") else type(value)
+        return f"{kind.__module__}.{kind.__qualname__}"
+    return repr(value)
 
 
 def _params(groups: Groups) -> Iterator[Tensor]:

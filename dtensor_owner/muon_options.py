@@ -23,7 +23,7 @@ def check_options(params: Any, options: Mapping[str, Any], adamw: Mapping[str, A
 
     Args:
         params: What it was given to optimize.
-        options: Options of no single group; ``compile`` is the backend or None.
+        options: Options of no single group; ``compile``: whether its steps are compiled.
         adamw: Defaults of AdamW groups.
 
     Raises:
@@ -38,7 +38,7 @@ def check_options(params: Any, options: Mapping[str, Any], adamw: Mapping[str, A
         if options[key] not in choices:
             *some, last = (f'"{choice}"' for choice in choices)
             raise ValueError(f"{key} must be {', '.join(some)} or {last}, got {options[key]!r}.")
-    if options["transport"] == "point_to_point" and options["compile"] is not None:
+    if options["transport"] == "point_to_point" and options["compile"]:
         raise ValueError(
             'A compiled step needs transport="all_to_all": a graph cannot say that a buffer is '
             "in use until its send is waited for."

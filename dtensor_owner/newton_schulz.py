@@ -81,7 +81,11 @@ def newton_schulz(
     tall = G.shape[-2] > G.shape[-1]
     X = _normalized(G.mT if tall else G, eps, dtype)
     device = G.device.type
-    if uses_gram(method, G.shape, itemsize=dtype.itemsize, device_type=device):
+    if G.shape[-2:] == (1, 1) and eps <= 1.0:
+        # It is 1, -1 or 0 now. Inductor would write the products of all steps out inside each
+        # other, which takes it minutes.
+        X = X * _of_one(schedule)
+    elif uses_gram(method, G.shape, itemsize=dtype.itemsize, device_type=device):
         wide = torch.promote_types(dtype, torch.float32)
         X = _gram_form(X.to(wide), schedule).to(dtype)
     elif device == "cpu" and dtype in _SLOW_ON_THIS_CPU:
@@ -93,6 +97,14 @@ def newton_schulz(
         for a, b, c in schedule:
             X = _quintic_step(X, a, b, c)
     return X.mT if tall else X
+
+
+def _of_one(schedule: Sequence[Coefficients]) -> float:
+    """What the steps make of a singular value of 1."""
+    value = 1.0
+    for a, b, c in schedule:
+        value = a * value + b * value**3 + c * value**5
+    return value
 
 
 def keeps_range(dtype: torch.dtype, of: torch.dtype) -> bool:

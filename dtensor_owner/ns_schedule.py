@@ -63,7 +63,9 @@ def uses_gram(
     ``"auto"`` takes it where the long side is more than 1.5 times the short one: there it has
     fewer multiply-adds, whatever the number of steps, and ``benchmarks/newton_schulz.py`` finds it
     faster. Its small products are in fp32 at least; an accelerator multiplies half precision many
-    times faster than that, so for half precision ``"auto"`` takes the plain form there.
+    times faster than that, so for half precision ``"auto"`` takes the plain form there. A single
+    row is iterated in the plain form whatever the method: nothing is saved on a matrix of one
+    element, and inductor, which writes such products out inside each other, takes minutes over it.
 
     Args:
         method: The method asked for.
@@ -72,6 +74,8 @@ def uses_gram(
         device_type: Where it runs.
     """
     short, long = sorted(shape[-2:])
+    if short == 1:
+        return False
     if method == "auto":
         return 2 * long > 3 * short and (itemsize >= 4 or device_type == "cpu")
     return method == "gram"

@@ -69,6 +69,7 @@ LAYERS = [
         "dtensor_owner.muon_step",
         "dtensor_owner.muon_compile",
         "dtensor_owner.muon_prepare",
+        "dtensor_owner.muon_state",
         "dtensor_owner.muon_agree",
         "dtensor_owner.muon_adamw",
         "dtensor_owner.muon_options",

@@ -141,3 +141,69 @@ def test_mixed_dtypes():
             assert all(map(torch.equal, params, before)) == (lr == 0.0)
         results.append([p.detach() for p in params])
     assert all(map(torch.equal, *results))
+
+
+def _compiled_from_outside(shapes, transport):
+    """``torch.compile(optimizer.step)``, with a scheduler, beside the same run without."""
+    mesh = init_device_mesh("cpu", (3,))
+    results, options = [], {"backend": "aot_eager", "transport": transport, **IN_FP32}
+    for compiled in (False, True):
+        torch.compiler.reset()
+        counters.clear()
+        params = [
+            torch.nn.Parameter(distribute_tensor(w, mesh, [RowAtomic()], src_data_rank=None))
+            for w in weights_of(shapes)
+        ]
+        optimizer = Muon(params, **options)
+        step_once = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for step in range(10):
+            set_grads(params, grads_of(shapes, step))
+            if step == 5:
+                params[0].grad = None  # another set of gradients is another graph
+            step_once()
+            scheduler.step()
+        results.append([full(p) for p in params])
+    assert all(map(torch.equal, *results))
+    return counters["stats"]["unique_graphs"], counters["frames"]["total"]
+
+
+@pytest.mark.parametrize(("transport", "graphs"), [("all_to_all", 2), ("point_to_point", 0)])
+def test_step_compiled_from_outside(transport, graphs):
+    for found, frames in run_ranks(3, _compiled_from_outside, [(6, 8), (2, 5)], transport):
+        assert found == graphs
+        assert frames <= 12  # no recompiles over the schedule
+
+
+def _callable_backend(shapes):
+    def backend(graph, inputs):
+        return graph.forward
+
+    mesh = init_device_mesh("cpu", (2,))
+    params = [
+        torch.nn.Parameter(distribute_tensor(w, mesh, [RowAtomic()], src_data_rank=None))
+        for w in weights_of(shapes)
+    ]
+    optimizer = Muon(params, compile=True, backend=backend, **IN_FP32)
+    set_grads(params, grads_of(shapes, 0))
+    optimizer.step()
+    return [full(p) for p in params], [], 0
+
+
+def test_a_function_as_backend_on_several_ranks():
+    """Its address differs between ranks, what it is called does not."""
+    shapes = [(6, 4)]
+    check_same(run_ranks(2, _callable_backend, shapes), (reference(shapes, 1, **OPTIONS)[0], []))
+
+
+def test_inductor_and_a_single_row():
+    """In the Gram form this would take inductor minutes; a single element in either form."""
+    results = []
+    shapes = [(1, 5), (1, 1)]
+    for options in ({}, {"compile": True}):
+        params = [torch.nn.Parameter(w) for w in weights_of(shapes)]
+        optimizer = Muon(params, ns_method="gram", **IN_FP32, **options)
+        set_grads(params, grads_of(shapes, 0))
+        optimizer.step()
+        results.append(params)
+    torch.testing.assert_close(*results)

@@ -235,9 +235,13 @@ def _row_cuts(
     if view not in (FLATTEN, STACK):
         raise ValueError(f'matrices must be "flatten" or "stack", got {view!r}.')
     if split_rows is not None:
+        if not isinstance(split_rows, (tuple, list)) or any(type(n) is not int for n in split_rows):
+            raise ValueError(
+                f"split_rows must be rows of each matrix, such as (q, k, v), got {split_rows!r}."
+            )
         if view == STACK and len(shape) > 2:
             raise ValueError(f'{name}: give split_rows or matrices="stack", not both.')
-        if sum(split_rows) != shape[0] or min(split_rows) < 1:
+        if sum(split_rows) != shape[0] or min(split_rows, default=0) < 1:
             raise ValueError(
                 f"split_rows={tuple(split_rows)} sums to {sum(split_rows)}, but {name} has shape "
                 f"{shape}: the parts must be positive and sum to its {shape[0]} rows."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -44,8 +45,8 @@ def check_options(params: Any, options: Mapping[str, Any], adamw: Mapping[str, A
             "in use until its send is waited for."
         )
     for key in ("ranks_per_node", "bucket_numel"):
-        if options[key] < 1:
-            raise ValueError(f"{key} must be >= 1, got {options[key]}.")
+        if not isinstance(options[key], int) or options[key] < 1:
+            raise ValueError(f"{key} must be an int >= 1, got {options[key]!r}.")
     unknown = adamw.keys() - ADAMW_DEFAULTS.keys() - {"algorithm"}
     if unknown:
         raise ValueError(
@@ -66,10 +67,24 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
         value = group.get(key, 0.0)
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"{key} of group {number} must have one element, got {value}.")
+        if not isinstance(value, (Real, Tensor)):
+            raise TypeError(f"{key} of group {number} must be a number, got {value!r}.")
         if not float(value) >= 0.0:
             raise ValueError(f"{key} of group {number} must be >= 0, got {float(value)}.")
-    if group["algorithm"] == MUON:
+    if group["algorithm"] != MUON:
+        _check_adamw(group, number)
+    else:
         settings_of(group)
         options = {"view": group["matrices"], "split_rows": group["split_rows"]}
         for position, param in enumerate(params):
             matrices_of(param, position, name_of(group, number, position), **options)
+
+
+def _check_adamw(group: Mapping[str, Any], number: int) -> None:
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas of group {number} must be two numbers, got {betas!r}.")
+    if not all(0.0 <= float(beta) < 1.0 for beta in betas):
+        raise ValueError(f"betas of group {number} must be in [0, 1), got {betas!r}.")
+    if group["foreach"] and group["fused"]:
+        raise ValueError(f"Group {number} has foreach=True and fused=True: choose one.")

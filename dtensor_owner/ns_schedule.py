@@ -31,6 +31,8 @@ def as_schedule(
     """Coefficients of each step, checked."""
     if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
         raise ValueError(f"Newton-Schulz steps must be an int from 0 to 99, got {steps!r}.")
+    if not isinstance(coefficients, (tuple, list)):
+        raise ValueError(f"Newton-Schulz coefficients must be a tuple, got {coefficients!r}.")
     triples: Sequence[Sequence[float]]
     if len(coefficients) == 3 and all(isinstance(x, (int, float)) for x in coefficients):
         triples = [cast("Coefficients", coefficients)] * steps

@@ -372,3 +372,27 @@ def test_parameters_replaced_after_the_optimizer_was_built():
     """FIELD_CASES 30: the optimizer must not quietly do nothing."""
     for messages in run_ranks(2, _sharded_after_construction):
         assert any("build the optimizer anew" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": "fast"}, "lr of group 0 must be a number"),
+        ({"weight_decay": None}, "weight_decay of group 0 must be a number"),
+        ({"ns_coefficients": None}, "coefficients must be a tuple"),
+        ({"split_rows": 3}, "split_rows must be rows of each matrix"),
+        ({"split_rows": (1.5, 1.5)}, "split_rows must be rows of each matrix"),
+        ({"bucket_numel": 2.5}, "bucket_numel must be an int"),
+        ({"ranks_per_node": None}, "ranks_per_node must be an int"),
+        ({"algorithm": "adamw", "betas": (1.5, 0.9)}, "betas of group 0 must be in"),
+        ({"algorithm": "adamw", "betas": 0.9}, "betas of group 0 must be two numbers"),
+        ({"algorithm": "adamw", "foreach": True, "fused": True}, "choose one"),
+    ],
+)
+def test_options_that_cannot_be_used_are_named(options, words):
+    in_group = {
+        key: options[key] for key in ("algorithm", "betas", "foreach", "fused") if key in options
+    }
+    rest = {key: value for key, value in options.items() if key not in in_group}
+    with pytest.raises((ValueError, TypeError), match=words):
+        Muon([{"params": plain([(3, 4)]), **in_group}], **rest)

@@ -107,7 +107,9 @@ def _compare(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             f"{op}: got mixed torch.Tensor and DTensor; compare with full_tensor() instead."
         )
     if tuple(first.shape) != tuple(second.shape):
-        return op is not aten.equal.default and op(whole(first), whole(second), *rest, **kwargs)
+        if op is aten.equal.default:
+            return False
+        return bool(op(whole(first).to_local(), whole(second).to_local(), *rest, **kwargs))
     target = (first if any_ours(first.placements) else second).placements
     parts = [x.redistribute(placements=target).to_local() for x in (first, second)]
     # An empty part or a rank that is not the owner has nothing to object to.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from placements.boxes import is_ours, split_dim
 from placements.op_call import LocalOp, OpCall, same_rows
@@ -39,11 +39,16 @@ def propagate_lists(call: OpCall) -> OutputSharding:
     if any(len(specs) != length for specs in lists):
         raise call.refuse(f"its lists have different lengths {[len(x) for x in lists]}.")
     writes = _written_lists(call)
-    targets = [_element_placements(call, [x[i] for x in lists], writes) for i in range(length)]
+    positions = [[specs[i] for specs in lists] for i in range(length)]
+    shapes = [torch.broadcast_shapes(*(spec.shape for spec in position)) for position in positions]
+    targets = [
+        _element_placements(call, position, shape, writes)
+        for position, shape in zip(positions, shapes, strict=True)
+    ]
     wanted = [
         [
-            _target_spec(call, spec, placements, is_written)
-            for spec, placements in zip(specs, targets, strict=True)
+            _target_spec(call, spec, _fitted(placements, spec, shape), is_written)
+            for spec, placements, shape in zip(specs, targets, shapes, strict=True)
         ]
         for specs, is_written in zip(lists, writes, strict=True)
     ]
@@ -63,23 +68,46 @@ def _written_lists(call: OpCall) -> list[bool]:
 
 
 def _element_placements(
-    call: OpCall, specs: list[DTensorSpec], writes: list[bool]
+    call: OpCall, specs: list[DTensorSpec], shape: torch.Size, writes: list[bool]
 ) -> tuple[Placement, ...]:
-    """The placement that all tensors at one position shall have.
+    """The placement that the result at one position, of ``shape``, shall have.
 
-    That of the first tensor written to; of the first one of ours where nothing is written.
+    That of the first tensor written to; of the first one of ours where nothing is written. Others
+    of that shape get the same.
     """
     meshes = [spec.mesh for spec in specs if spec.shape or is_any_ours(spec)]
     if any(mesh != meshes[0] for mesh in meshes):
         raise call.refuse(f"one position of its lists lives on different meshes {meshes}.")
     candidates = [spec for spec, write in zip(specs, writes, strict=True) if write]
     candidates += [spec for spec in specs if is_any_ours(spec)] + specs
-    placements = candidates[0].placements
+    whole = [spec for spec in candidates if spec.shape == shape]
+    if not whole:
+        raise call.refuse(f"it broadcasts all tensors at one position, to {tuple(shape)}.")
+    placements = whole[0].placements
     if any(p.is_partial() for p in placements):
         if any(writes):
             raise call.refuse("it would write into a tensor that is still to be reduced.")
         return tuple(Replicate() if p.is_partial() else p for p in placements)
     return placements
+
+
+def _fitted(
+    placements: tuple[Placement, ...], spec: DTensorSpec, shape: torch.Size
+) -> tuple[Placement, ...]:
+    """Placements of a tensor that is broadcast to ``shape``, which has ``placements``.
+
+    A dim that it lacks, or has once for all, is whole on every rank.
+    """
+    lacking = len(shape) - len(spec.shape)
+
+    def fit(placement: Placement) -> Placement:
+        dim = split_dim(placement)
+        if dim is None or (not lacking and spec.shape[dim] == shape[dim]):
+            return placement
+        own = dim - lacking
+        return Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else Replicate()
+
+    return placements if spec.shape == shape else tuple(map(fit, placements))
 
 
 def is_any_ours(spec: DTensorSpec) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -222,3 +223,45 @@ def test_a_vector_times_a_matrix_on_one_owner() -> None:
     squeezed = ((5,), (RowAtomic(),), 5.0)
     expected = [product, (True, True)] * 2 + [squeezed]
     assert run_ranks(3, vector_case) == [expected] * 3
+
+
+LIST_OPS: dict[str, Op] = {
+    "add": lambda a, b: torch._foreach_add([a, b], [b, a])[0],
+    "lerp": lambda a, b: torch._foreach_lerp([a], [b], 0.5)[0],
+    "lerp_of_the_smaller": lambda a, b: torch._foreach_lerp([b], [a], 0.5)[0],
+    "copy_": lambda a, b: (lambda copied: (torch._foreach_copy_([copied], [b]), copied)[1])(
+        a.clone()
+    ),
+    "allclose": lambda a, b: torch.tensor(torch.allclose(a * 0, b * 0)),
+}
+
+
+def broadcast_lists_case() -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    large = torch.arange(20.0).view(5, 4)
+    found = {}
+    pairs: list[tuple[Placement, Placement, tuple[int, ...]]] = [
+        (RowAtomic((1, 4, 0)), RowAtomic(), (4,)),  # rows of one beside columns of the other
+        (RowAtomic((4, 1, 0)), RowAtomic((0, 1, 0)), (1, 4)),
+        (RowAtomic((4, 1, 0)), RowAtomic(), (5, 1)),
+        (BlockAtomic(2), Shard(0), (4,)),
+        (Shard(1), RowAtomic(), (4,)),
+        (Shard(1), RowAtomic(), (1, 4)),
+        (Replicate(), RowAtomic((0, 2, 2)), (4,)),
+        (RowAtomic((1, 4, 0)), Owner(1), (4,)),
+        (RowAtomic((1, 4, 0)), Owner(1), ()),
+        (Owner(1), Owner(1), (4,)),
+    ]
+    for first, second, shape in pairs:
+        small = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
+        placed = [distribute_tensor(x, mesh, [p]) for x, p in ((large, first), (small, second))]
+        for name, op in LIST_OPS.items():
+            got, want = outcome(op, *placed), op(large, small)
+            same = isinstance(got, Tensor) and torch.equal(got, want)
+            found[f"{name} {first} {second} {shape}"] = "ok" if same else str(got)
+    return found
+
+
+def test_tensors_that_broadcast_at_one_position_of_a_list() -> None:
+    rest = agree(run_ranks(3, broadcast_lists_case))
+    assert {key for key in rest if rest[key] != "refused" or "Owner" not in key} == set(), rest

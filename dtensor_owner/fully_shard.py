@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -106,33 +106,27 @@ def fully_shard(
     not_quantized = _not_quantized(managed, mxfp8, block_size)
     num_shards = prod(n for n, p in zip(mesh.shape, placements) if isinstance(p, RowAtomic))
     keep, kept_ranks = _kept(reshard_after_forward, mesh)
-    groups: dict[Any, list[ManagedParameter]] = {}
+    groups: dict[_GroupKey, list[ManagedParameter]] = {}
     for m in managed:
-        quantize = mxfp8 is not None and m.name not in not_quantized
-        whole = whole_tensors is not None and whole_tensors.is_whole(m.name, m.parameter)
-        key = m.parameter.dtype, m.parameter.requires_grad, quantize, whole
-        groups.setdefault(key, []).append(m)
-
-    def layout_of(key: Any, members: list[ManagedParameter]) -> GlobalLayout:
-        _, _, quantize, whole = key
-        shapes = [tuple(m.parameter.shape) or (1,) for m in members]
-        if whole and whole_tensors is not None:
-            owners = whole_tensors.assign(shapes, num_shards)
-            return build_whole_tensor_layout(shapes, num_shards, owners)
-        rows = block_size if quantize or mxfp8 is None else 1
-        return build_row_atomic_layout(
-            shapes, num_shards, block_size=rows, shard_layout=shard_layout
+        key = _GroupKey(
+            m.parameter.dtype,
+            m.parameter.requires_grad,
+            whole=whole_tensors is not None and whole_tensors.is_whole(m.name, m.parameter),
+            quantize=mxfp8 is not None and m.name not in not_quantized,
         )
-
+        groups.setdefault(key, []).append(m)
+    rows = {key: block_size if key.quantize or mxfp8 is None else 1 for key in groups}
+    layouts = _layouts(groups, num_shards, rows, shard_layout, whole_tensors)
+    # Nothing has changed before this; groups replace the parameters they take.
     state = ModuleState(
         [
             ParameterGroup(
                 members,
                 mesh,
                 placements=placements,
-                layout=layout_of(key, members),
+                layout=layouts[key],
                 mp_policy=mp_policy,
-                mxfp8=key[2],
+                mxfp8=key.quantize,
                 kept_ranks=kept_ranks,
             )
             for key, members in groups.items()
@@ -148,6 +142,42 @@ def fully_shard(
         for owner, name in [owner for m in quantized for owner in m.owners]:
             if name == "weight":
                 use_block_scaled_products(owner)
+    _hook(module, state)
+    return module
+
+
+class _GroupKey(NamedTuple):
+    """What the parameters of one group have in common."""
+
+    dtype: torch.dtype
+    requires_grad: bool
+    whole: bool
+    quantize: bool
+
+
+def _layouts(
+    groups: Mapping[_GroupKey, Sequence[ManagedParameter]],
+    num_shards: int,
+    rows: Mapping[_GroupKey, int],
+    shard_layout: ShardLayout,
+    whole_tensors: WholeTensors | None,
+) -> dict[_GroupKey, GlobalLayout]:
+    """The layout of each group; owners are assigned last, once everything else fits."""
+    layouts: dict[_GroupKey, GlobalLayout] = {}
+    for key in sorted(groups, key=lambda key: key.whole):
+        shapes = [tuple(m.parameter.shape) or (1,) for m in groups[key]]
+        if key.whole and whole_tensors is not None:
+            owners = whole_tensors.assign(shapes, num_shards)
+            layouts[key] = build_whole_tensor_layout(shapes, num_shards, owners)
+        else:
+            layouts[key] = build_row_atomic_layout(
+                shapes, num_shards, block_size=rows[key], shard_layout=shard_layout
+            )
+    return layouts
+
+
+def _hook(module: nn.Module, state: ModuleState) -> None:
+    """Make the module an ``FSDPModule`` whose forward and backward gather and reduce."""
     cls = type(module)
     module.__class__ = type(
         f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__}
@@ -157,7 +187,6 @@ def fully_shard(
     before, after = map(torch.compiler.disable, (before_forward, after_forward))
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after, with_kwargs=True, always_call=True)
-    return module
 
 
 def _placements(

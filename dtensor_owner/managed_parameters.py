@@ -27,15 +27,15 @@ def managed_parameters(
     skipped = {id(parameter) for parameter in ignored}
     managed: dict[int, ManagedParameter] = {}
     for prefix, owner in _own_modules(module, ""):
-        if isinstance(owner, nn.RNNBase):
-            raise NotImplementedError(
-                f"{prefix or 'The module'} is a {type(owner).__name__}, which keeps its weights in "
-                "a private list that gathered ones cannot be put into: pass its parameters as "
-                "ignored_params."
-            )
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in skipped:
                 continue
+            if isinstance(owner, nn.RNNBase):
+                raise NotImplementedError(
+                    f"{prefix or 'The module'} is a {type(owner).__name__}, which keeps its "
+                    "weights in a private list that gathered ones cannot be put into: pass its "
+                    "parameters as ignored_params."
+                )
             full_name = f"{prefix}.{name}" if prefix else name
             entry = managed.setdefault(
                 id(parameter), ManagedParameter(full_name, parameter, owners=[])

@@ -259,6 +259,8 @@ class ModuleState:
 
     def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Undo what ``before_forward`` did; ``output`` is None where forward has failed."""
+        if not self._calls:  # a hook that ran first has failed, and ``before_forward`` never ran
+            return output
         _Progress.depth -= 1
         call = self._calls.pop()
         if call is not None:

@@ -359,9 +359,21 @@ class ParameterGroup:
         self._accumulated = None if self.sync_gradients else (packed, used)
         if not self.sync_gradients:
             return None
+        before, _ = self._divisors(dtype)
+        packed = packed / before if before > 1 else packed
         partial = [Partial("sum")] * self.mesh.ndim
         buffer = DBuffer.from_local(packed, self.mesh, partial, self._packing.layout)
         return PendingGradients(self, buffer.redistribute_async(self.placements), used)
+
+    def _divisors(self, dtype: torch.dtype) -> tuple[int, float]:
+        """What gradients are divided by before and after they are summed, to average them.
+
+        The range of float16 is small: half of the digits go before, so that neither the sum is
+        too large nor the parts too small.
+        """
+        ranks = self.mesh.size()
+        before = 1 << (ranks.bit_length() // 2) if dtype == torch.float16 and ranks > 1 else 1
+        return before, ranks / before
 
     def reduce_accumulated(self) -> None:
         """Reduce what earlier backwards have added up here, for a backward without this group."""
@@ -384,8 +396,9 @@ class ParameterGroup:
     def finish_reduce(self, reduced: Tensor, used_here: list[bool]) -> list[DTensor | None]:
         """Gradients placed as the parameters are, from this rank's part of the sum."""
         local, used = self._packing.split(reduced, self.buffer.range.numel, used_here)
-        if self.mesh.size() > 1:
-            local.div_(self.mesh.size())
+        _, after = self._divisors(local.dtype)
+        if after != 1:
+            local.div_(after)
         local = local.to(self.buffer.dtype)
         buffer = DBuffer.from_local(local, self.mesh, self.placements, self.layout)
         return [

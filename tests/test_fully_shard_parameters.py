@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from dtensor_owner.fully_shard import FSDPModule, fully_shard
 from dtensor_owner.layout import ShardLayout
 from dtensor_owner.train.model import GPT
+from dtensor_owner.whole_tensors import WholeTensors
 from placements import Owner, distribute_tensor
 from tests.fully_shard_helpers import (
     GPT_SIZES,
@@ -193,6 +194,22 @@ def test_mixed_precision_computes_in_bf16_and_keeps_fp32_shards():
     assert all(math.isfinite(largest) and largest > 0 for largest in run_ranks(3, mixed_precision))
 
 
+def reduced_in_float16(size: float) -> list[float]:
+    """The gradient of each rank is ``size``; returns their average, and what sums would be."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float16)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    fully_shard(model, mesh=mesh_1d(), mp_policy=policy)
+    model(torch.full((1, 1), size, dtype=torch.float16)).sum().backward()
+    total = torch.tensor(size, dtype=torch.float16) * dist.get_world_size()
+    return [full(model.weight.grad).item(), total.item()]
+
+
+@pytest.mark.parametrize("size, total", [(40_000.0, math.inf), (2.0**-23, 3 * 2.0**-23)])
+def test_a_reduction_in_float16_neither_overflows_nor_vanishes(size, total):
+    for average, sum_of_all in run_ranks(3, reduced_in_float16, size):
+        assert average == pytest.approx(size, rel=1e-3) and sum_of_all == total
+
+
 # --------------------------------------------------------------------------------------- errors
 
 
@@ -314,8 +331,62 @@ def errors() -> None:
     stock = stock_fully_shard(nn.Linear(4, 2), mesh=mesh)
     with pytest.raises(NotImplementedError, match=r"weight is already a DTensor placed \(Shard"):
         fully_shard(nn.Sequential(stock), mesh=mesh)
+    recurrent = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))
     with pytest.raises(NotImplementedError, match="1 is a LSTM"):
-        fully_shard(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), mesh=mesh)
+        fully_shard(recurrent, mesh=mesh)
+    fully_shard(recurrent, mesh=mesh, ignored_params=recurrent[1].parameters())  # as it says
+    recurrent(torch.randn(3, 2))[0].sum().backward()
+    assert isinstance(recurrent[0].weight, DTensor)
+
+
+def failed_call() -> None:
+    """Of two groups one cannot be laid out: the other one has not been sharded either."""
+    owners = WholeTensors()
+    fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1, 2)), whole_tensors=owners)
+    loads = list(owners.loads)
+    model = nn.Linear(2, 3)
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match="balances 2 shards, got a mesh with 1"):
+        mesh = init_device_mesh("cpu", (2, 1))
+        fully_shard(model, mesh=mesh, whole_tensors=owners)
+    with pytest.raises(ValueError, match="3 rows, not a multiple of block_size=2"):
+        padded = ShardLayout.PADDED
+        options = {"mesh": mesh_1d(), "shard_layout": padded, "block_size": 2}
+        fully_shard(model, whole_tensors=owners, **options)
+    assert owners.loads == loads and type(model) is nn.Linear
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    fully_shard(model, mesh=mesh_1d(), whole_tensors=owners)
+
+
+def test_a_call_that_fails_changes_nothing():
+    run_ranks(2, failed_call)
+
+
+def hook_that_raises_first() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    reference = copy.deepcopy(model)
+    fully_shard(model[1], mesh=mesh_1d())
+    fully_shard(model, mesh=mesh_1d())
+    x = torch.randn(dist.get_world_size(), 3)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("on purpose")
+
+    for module in (model, model[1]):
+        hook = module.register_forward_pre_hook(fail, prepend=True)
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            model(mine(x))
+        hook.remove()
+        for trained, part in ((reference, x), (model, mine(x))):
+            trained.zero_grad()
+            trained(part).square().mean().backward()
+        assert_same_gradients(model, reference)
+        assert model._fully_shard_state.is_root
+
+
+def test_a_hook_that_raises_before_ours_leaves_the_model_usable():
+    run_ranks(2, hook_that_raises_first)
 
 
 def test_errors_say_what_is_wrong():

@@ -157,11 +157,11 @@ def _register_types() -> None:
 
 
 def _replace_everywhere(name: str, home: Any, make: Callable[[Any], Any]) -> None:
-    """Replace a function in its module and wherever torch imported it by name."""
+    """Replace a function in its module and wherever it was imported by name, by torch or others."""
     original = getattr(home, name)
     replacement = functools.wraps(original)(make(original))
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("torch.") and getattr(module, name, None) is original:
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
             setattr(module, name, replacement)
 
 

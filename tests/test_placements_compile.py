@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -233,10 +234,10 @@ def test_packed_exchanges_and_sub_groups(order: list) -> None:
     assert run_ranks(4, group_case, order, "aot_eager", timeout=120) == [[]] * 4
 
 
-def asynchronous_case() -> list[str]:
+def asynchronous_case(backend: str) -> list[str]:
     mesh = init_device_mesh("cpu", (3,))
     wrong = []
-    step, _ = compiled(lambda t: t * 3, "aot_eager")
+    step, _ = compiled(lambda t: t * 3, backend)
     for target in (Replicate(), Owner(1), RowAtomic((0, 200, 100))):
         x = distribute_tensor(torch.randn(300, 400), mesh, [RowAtomic()])
         want = x.full_tensor() * 3
@@ -247,14 +248,17 @@ def asynchronous_case() -> list[str]:
 
 
 def test_what_an_asynchronous_redistribute_returns_is_waited_for() -> None:
-    assert run_ranks(3, asynchronous_case, timeout=120) == [[]] * 3
+    assert run_ranks(3, asynchronous_case, "aot_eager", timeout=120) == [[]] * 3
 
 
-def dynamic_rows_case() -> list[str]:
+def dynamic_rows_case(dynamic: bool | None) -> list[str]:
     """A split is a constant of the graph, so another number of rows gets a graph of its own."""
     mesh = init_device_mesh("cpu", (3,))
     step = torch.compile(
-        lambda t: (t * 2).redistribute(placements=[Owner(0)]), fullgraph=True, backend="aot_eager"
+        lambda t: (t * 2).redistribute(placements=[Owner(0)]),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=dynamic,
     )
     wrong = []
     for rows in (7, 2):
@@ -266,8 +270,9 @@ def dynamic_rows_case() -> list[str]:
     return wrong
 
 
-def test_other_row_counts_give_right_values() -> None:
-    assert run_ranks(3, dynamic_rows_case, timeout=120) == [[]] * 3
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_other_row_counts_give_right_values(dynamic: bool | None) -> None:
+    assert run_ranks(3, dynamic_rows_case, dynamic, timeout=120) == [[]] * 3
 
 
 def first_use_case() -> list[str]:
@@ -292,11 +297,20 @@ def inductor_case(case: Callable[[str], list[str]]) -> list[str]:
         return case("inductor")[:3]
 
 
+INDUCTOR_CASES: dict[str, Callable[[str], list[str]]] = {
+    "ops": ops_case,
+    "module": module_case,
+    "asynchronous": asynchronous_case,
+    "moves": functools.partial(moves_case, KINDS),
+    "sub-group": functools.partial(group_case, [2, 1]),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", [ops_case, module_case])
-def test_inductor_gives_the_same(case: Callable[[str], list[str]]) -> None:
-    assert run_ranks(3, inductor_case, case, timeout=600) == [[]] * 3
+@pytest.mark.parametrize("name", INDUCTOR_CASES)
+def test_inductor_gives_the_same(name: str) -> None:
+    assert run_ranks(3, inductor_case, INDUCTOR_CASES[name], timeout=600) == [[]] * 3
 
 
 def optimizer_case() -> list[str]:

@@ -210,6 +210,46 @@ def test_a_reduction_in_float16_neither_overflows_nor_vanishes(size, total):
         assert average == pytest.approx(size, rel=1e-3) and sum_of_all == total
 
 
+class TwoDtypes(nn.Module):
+    """A bf16 layer beside fp32 ones, and buffers that training writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.low = nn.Linear(3, 5, dtype=torch.bfloat16)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.low(self.norm(x).bfloat16()).float()
+
+
+def two_dtypes_and_buffers() -> list[tuple[str, torch.dtype]]:
+    torch.manual_seed(0)
+    reference = TwoDtypes()
+    model = copy.deepcopy(reference)
+    buffers = dict(model.named_buffers())
+    fully_shard(model, mesh=mesh_1d())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+    x = torch.randn(4, 3)  # the same on all ranks: batch norm has statistics of its own on each
+    for _ in range(3):
+        for trained, optimizer in zip((reference, model), optimizers):
+            optimizer.zero_grad()
+            trained(x).square().mean().backward()
+            optimizer.step()
+    assert_same_parameters(model, reference, rtol=1e-2, atol=1e-2)
+    for name, buffer in model.named_buffers():
+        assert buffer is buffers[name] and type(buffer) is Tensor
+        assert torch.equal(buffer, reference.get_buffer(name)), name
+    assert model.calls.item() == 3
+    return [(name, parameter.dtype) for name, parameter in model.named_parameters()]
+
+
+def test_parameters_of_two_dtypes_beside_buffers_that_stay_as_they_are():
+    expected = [(name, p.dtype) for name, p in TwoDtypes().named_parameters()]
+    assert run_ranks(3, two_dtypes_and_buffers) == [expected] * 3
+
+
 # --------------------------------------------------------------------------------------- errors
 
 

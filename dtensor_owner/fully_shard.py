@@ -108,16 +108,17 @@ def fully_shard(
     keep, kept_ranks = _kept(reshard_after_forward, mesh)
     groups: dict[_GroupKey, list[ManagedParameter]] = {}
     for m in managed:
+        quantize = mxfp8 is not None and m.name not in not_quantized
         key = _GroupKey(
             m.parameter.dtype,
             m.parameter.requires_grad,
             whole=whole_tensors is not None and whole_tensors.is_whole(m.name, m.parameter),
-            quantize=mxfp8 is not None and m.name not in not_quantized,
+            quantize=quantize,
+            block_size=block_size if quantize or mxfp8 is None else 1,
         )
         groups.setdefault(key, []).append(m)
-    rows = {key: block_size if key.quantize or mxfp8 is None else 1 for key in groups}
-    layouts = _layouts(groups, num_shards, rows, shard_layout, whole_tensors)
-    # Nothing has changed before this; groups replace the parameters they take.
+    layouts = _layouts(groups, num_shards, shard_layout, whole_tensors)
+    # No parameter has changed before this: groups replace those they take.
     state = ModuleState(
         [
             ParameterGroup(
@@ -153,12 +154,12 @@ class _GroupKey(NamedTuple):
     requires_grad: bool
     whole: bool
     quantize: bool
+    block_size: int
 
 
 def _layouts(
     groups: Mapping[_GroupKey, Sequence[ManagedParameter]],
     num_shards: int,
-    rows: Mapping[_GroupKey, int],
     shard_layout: ShardLayout,
     whole_tensors: WholeTensors | None,
 ) -> dict[_GroupKey, GlobalLayout]:
@@ -171,7 +172,7 @@ def _layouts(
             layouts[key] = build_whole_tensor_layout(shapes, num_shards, owners)
         else:
             layouts[key] = build_row_atomic_layout(
-                shapes, num_shards, block_size=rows[key], shard_layout=shard_layout
+                shapes, num_shards, block_size=key.block_size, shard_layout=shard_layout
             )
     return layouts
 

@@ -360,7 +360,8 @@ class ParameterGroup:
         if not self.sync_gradients:
             return None
         before, _ = self._divisors(dtype)
-        packed = packed / before if before > 1 else packed
+        if before > 1:
+            packed.div_(before)
         partial = [Partial("sum")] * self.mesh.ndim
         buffer = DBuffer.from_local(packed, self.mesh, partial, self._packing.layout)
         return PendingGradients(self, buffer.redistribute_async(self.placements), used)

@@ -47,7 +47,7 @@ def propagate_lists(call: OpCall) -> OutputSharding:
     ]
     wanted = [
         [
-            _target_spec(call, spec, _fitted(placements, spec, shape), is_written)
+            _target_spec(call, spec, _fitted(call, placements, spec, shape), is_written)
             for spec, placements, shape in zip(specs, targets, shapes, strict=True)
         ]
         for specs, is_written in zip(lists, writes, strict=True)
@@ -92,22 +92,28 @@ def _element_placements(
 
 
 def _fitted(
-    placements: tuple[Placement, ...], spec: DTensorSpec, shape: torch.Size
+    call: OpCall, placements: tuple[Placement, ...], spec: DTensorSpec, shape: torch.Size
 ) -> tuple[Placement, ...]:
     """Placements of a tensor that is broadcast to ``shape``, which has ``placements``.
 
     A dim that it lacks, or has once for all, is whole on every rank.
     """
+    if spec.shape == shape:
+        return placements
     lacking = len(shape) - len(spec.shape)
 
     def fit(placement: Placement) -> Placement:
-        dim = split_dim(placement)
-        if dim is None or (not lacking and spec.shape[dim] == shape[dim]):
+        if isinstance(placement, (Owner, Replicate)):
             return placement
+        dim = split_dim(placement)
+        if dim is None:
+            raise call.refuse(f"it broadcasts {tuple(spec.shape)} to a tensor placed {placement}.")
         own = dim - lacking
-        return Shard(own) if own >= 0 and spec.shape[own] == shape[dim] else Replicate()
+        if own < 0 or spec.shape[own] != shape[dim]:
+            return Replicate()
+        return Shard(own) if lacking else placement
 
-    return placements if spec.shape == shape else tuple(map(fit, placements))
+    return tuple(map(fit, placements))
 
 
 def is_any_ours(spec: DTensorSpec) -> bool:

@@ -261,6 +261,8 @@ class Muon(torch.optim.Optimizer):
         Raises:
             RuntimeError: On every rank, before anything has changed: a parameter has a gradient
                 on some ranks only, or a gradient is not finite and ``nonfinite="raise"``.
+            ValueError: On every rank, before anything has changed: ranks, parameters, options or
+                state, changed since the last step, do not fit each other.
         """
         # Where a compiler meets this, it does not look into what ranks compare and plan; the graph
         # is the one that compile=True makes.

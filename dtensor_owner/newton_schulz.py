@@ -50,8 +50,8 @@ def newton_schulz(
         dtype: Floating dtype of the iteration and of the result.
         method: ``"plain"``: every step multiplies the matrix itself. ``"gram"``: all steps work on
             its small Gram matrix, in fp32 at least, and the matrix is multiplied once at the end;
-            fewer products where it is far from square. ``"auto"``: the one with fewer products
-            (see ``uses_gram``).
+            fewer products where it is far from square; a single row takes the plain form all the
+            same. ``"auto"``: the one with fewer products (see ``uses_gram``).
 
     Returns:
         ``(..., rows, cols)`` in ``dtype``; for a DTensor, with the placements of ``G``.

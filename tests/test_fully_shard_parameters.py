@@ -237,7 +237,8 @@ def two_dtypes_and_buffers() -> list[tuple[str, torch.dtype]]:
             optimizer.zero_grad()
             trained(x).square().mean().backward()
             optimizer.step()
-    assert_same_parameters(model, reference, rtol=1e-2, atol=1e-2)
+    # Two equal gradients have an average without rounding.
+    assert_same_parameters(model, reference, rtol=0, atol=0)
     for name, buffer in model.named_buffers():
         assert buffer is buffers[name] and type(buffer) is Tensor
         assert torch.equal(buffer, reference.get_buffer(name)), name
@@ -247,7 +248,7 @@ def two_dtypes_and_buffers() -> list[tuple[str, torch.dtype]]:
 
 def test_parameters_of_two_dtypes_beside_buffers_that_stay_as_they_are():
     expected = [(name, p.dtype) for name, p in TwoDtypes().named_parameters()]
-    assert run_ranks(3, two_dtypes_and_buffers) == [expected] * 3
+    assert run_ranks(2, two_dtypes_and_buffers) == [expected] * 2
 
 
 # --------------------------------------------------------------------------------------- errors

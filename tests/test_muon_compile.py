@@ -198,6 +198,16 @@ def test_a_function_as_backend_on_several_ranks():
 
 def test_inductor_and_a_single_row():
     """In the Gram form this would take inductor minutes; a single element in either form."""
+    element, row, plain_row, matrix = (
+        graphs_of([shape], steps=1, ns_method=method)[0]
+        for shape, method in [
+            ((1, 1), "gram"),
+            ((1, 5), "gram"),
+            ((1, 5), "plain"),
+            ((2, 5), "gram"),
+        ]
+    )
+    assert row == plain_row != matrix and element < row
     results = []
     shapes = [(1, 5), (1, 1)]
     for options in ({}, {"compile": True}):

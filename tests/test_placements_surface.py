@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from placements import BlockAtomic, Owner, RowAtomic, distribute_tensor
+from placements.torch_hooks import _replace_everywhere
 from tests.ranks import run_ranks
 
 ROWS: list[Placement] = [RowAtomic(), RowAtomic((0, 5, 2)), BlockAtomic(2)]
@@ -89,25 +94,10 @@ def test_lists_may_mix_placements_but_not_plain_tensors() -> None:
         assert all("mixed torch.Tensor and DTensor" in error for error in errors), errors
 
 
-def linear_gradients_case() -> list[str]:
-    """A replicated input through ``linear``, whose weight is gathered by hand."""
-    mesh: DeviceMesh = init_device_mesh("cpu", (3,))
-    wrong = []
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    for placement in ALL:
-        weight = nn.Parameter(distribute_tensor(FULL, mesh, [placement]))
-        reference = nn.Parameter(FULL.clone())
-        rows = distribute_tensor(x, mesh, [Replicate()])
-        whole = weight.redistribute(placements=[Replicate()])
-        nn.functional.linear(rows, whole).square().sum().backward()
-        nn.functional.linear(x, reference).square().sum().backward()
-        assert isinstance(weight.grad, DTensor) and reference.grad is not None
-        if weight.grad.placements != (placement,):
-            wrong.append(f"{placement}: {weight.grad.placements}")
-        if not torch.allclose(weight.grad.full_tensor(), reference.grad):
-            wrong.append(f"{placement}: gradient")
-    return wrong
-
-
-def test_gradients_of_a_weight_gathered_by_hand() -> None:
-    assert run_ranks(3, linear_gradients_case) == [[]] * 3
+def test_a_function_imported_by_name_before_us_is_replaced_too() -> None:
+    home, user = ModuleType("home"), ModuleType("user")
+    home.answer = user.answer = lambda: 1  # type: ignore[attr-defined]
+    user.other = lambda: 5  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, home=home, user=user):
+        _replace_everywhere("answer", home, lambda stock: lambda: stock() + 1)
+    assert home.answer() == user.answer() == 2 and user.other() == 5
